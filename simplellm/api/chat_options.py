@@ -93,7 +93,7 @@ def callable_tools(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], 
 
 
 def named_tools(choices: Sequence[Any], tools: Sequence[Tool]) -> list[Tool]:
-    """Those of ``tools`` that some choices name. Raises ValueError."""
+    """The ``tools`` that some choices name. Raises ValueError."""
     names = []
     for choice in choices:
         name = choice.get("function", choice) if isinstance(choice, Mapping) else None

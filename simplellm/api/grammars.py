@@ -30,14 +30,15 @@ class GrammarCompiler:
 
     @cached_property
     def local(self) -> Grammars:
-        """What compiles in this process."""
+        """The compiler of this process."""
         assert self.tokenizer is not None
         return Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def prepare(self) -> None:
-        """Make what all grammars need now, if there can be any, and not for the first.
+        """Build now what all grammars share, if the model can have any.
 
-        All requests that run would wait for it. What fails will be told by the first.
+        The first grammar would make all running requests wait for it. An error is left
+        for that grammar to raise.
         """
         if self.tokenizer is not None and find_spec("llguidance"):
             with suppress(Exception):
@@ -45,11 +46,11 @@ class GrammarCompiler:
 
     @cached_property
     def compile(self) -> Callable[[str], Grammar]:
-        """From llguidance's text to a grammar, which is kept. Raises GrammarError."""
+        """Compile llguidance's text; the grammar is kept. Raises GrammarError."""
         return lru_cache(MAX_GRAMMARS)(self.compile_anew)
 
     def compile_anew(self, text: str) -> Grammar:
-        """The same, of which nothing is kept."""
+        """Compile llguidance's text, and keep nothing."""
         return (self.compiler or self.local.compile)(text)
 
     def compile_constraint(self, constraint: Constraint) -> Grammar:
@@ -62,7 +63,8 @@ class GrammarCompiler:
         try:
             grammar = self.compile(constraint.text)
             if "lark_grammar" in (outputs := parts.get(WHERE, {})):
-                # Behind free thoughts that no text fits it would come out too late.
+                # By itself, too: behind free thoughts, a grammar that no text fits
+                # would be noticed too late.
                 self.compile(rules_text(outputs))
             return grammar
         except GrammarError as error:

@@ -82,7 +82,7 @@ class InputProcessor:
 
     @classmethod
     def open(cls, path: Path, config: ModelConfig) -> "InputProcessor":
-        """That of a checkpoint at its place, with room for all that the model has."""
+        """The processor of the checkpoint at ``path``, with the model's own limits."""
         files = small_files(path)
         tokenizer, dialect = open_text(files, config)
         params, listed = read_generation_config(files, config.vocab_size)
@@ -92,7 +92,7 @@ class InputProcessor:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """What compiles what outputs must fit."""
+        """The compiler of grammars that outputs must fit."""
         size, ends = self.config.vocab_size, self.eos_token_ids
         return GrammarCompiler(self.tokenizer, size, ends, self.compiler)
 

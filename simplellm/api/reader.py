@@ -65,7 +65,7 @@ class Delivery:
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
         self.readers: dict[int, Reader] = {}  # by the number of their request
-        # Those with callbacks to come: who waits for one need not keep the future.
+        # Futures with pending callbacks, held so the caller may drop them.
         self.awaited: set[RequestFuture] = set()
         # What wakes each event loop, for as long as somebody reads in it.
         self.wakers: weakref.WeakValueDictionary[Any, Any]

@@ -80,7 +80,7 @@ class LoopWaker:
         self.loop.call_soon_threadsafe(self.set_all)
 
     def set_all(self) -> None:
-        """In the loop: set the events that wait for it."""
+        """Set the events that wait for it; the loop calls this."""
         with self.lock:
             waiting, self.waiting, self.pending = self.waiting, {}, False
         for event in waiting:
@@ -117,11 +117,11 @@ class Parts:
         return index, part
 
     def outputs(self) -> list[Any]:
-        """All so far, even what is not read yet; of chats, ChatChoices."""
+        """Outputs so far, even what is not read yet; of chats, ChatChoices."""
         return [reader.reply.output() for reader in self.readers]
 
     def output(self) -> Any:
-        """The same of the first reply, which may be the only one."""
+        """The output of the first reply, which may be the only one."""
         return self.readers[0].reply.output()
 
     def usage(self) -> Usage:

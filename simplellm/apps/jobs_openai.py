@@ -31,7 +31,7 @@ class OfflineService:
         return reading_of(self.llm, (), self.strict)
 
     def warn(self, ignored: Iterable[str]) -> None:
-        """Nothing: what is ignored of a line changes no answer."""
+        """Ignore it: what is ignored of a line changes no answer."""
 
 
 def result_of(digest: str, custom_id: str | int, status: int, body: Any) -> Any:

@@ -35,7 +35,7 @@ def console(**options: Any) -> Console:
 
 @dataclass
 class Screen:
-    """Where text goes: the answer to `out`, all else dim to `err`."""
+    """A terminal: the answer goes to `out`, all else dim to `err`."""
 
     out: Console = field(default_factory=console)
     err: Console = field(default_factory=lambda: console(stderr=True))

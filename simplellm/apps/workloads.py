@@ -127,7 +127,7 @@ def draw_workload(kind: Workload, requests: int, seed: int) -> list[Arrival]:
 def arrive(
     arrivals: Sequence[Arrival], rate: float, seed: int, burst: int = 1
 ) -> list[Arrival]:
-    """The same requests as a Poisson process of bursts, ``rate`` requests a second.
+    """Requests as a Poisson process of bursts, ``rate`` requests a second.
 
     Those that wait for an answer do not count.
     """

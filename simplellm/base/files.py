@@ -13,7 +13,7 @@ class SmallFiles(Protocol):
     """
 
     def path_of(self, name: str) -> Path:
-        """Where it stands, for messages."""
+        """The file's path, for messages."""
 
     def json(self, name: str) -> dict[str, Any] | None:
         """What a JSON file says; None if there is none. Raises ValueError."""

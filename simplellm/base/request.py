@@ -25,7 +25,7 @@ class EngineError(RuntimeError):
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as the queue may hold."""
+    """The queue of waiting requests is full."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,17 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """Of the noise that its tokens are drawn with, 0 to 2^64 - 1."""
+        """Seed of the noise that its tokens are drawn with, 0 to 2^64 - 1."""
         return ((self.params.seed or 0) + self.index) % 2**64
 
     @cached_property
     def restricted(self) -> bool:
-        """It may not get every token."""
+        """Whether some tokens are ruled out for it."""
         return self.params.restricts or self.grammar is not None
 
     @cached_property
     def needs_last_token(self) -> bool:
-        """Its mask depends on its last token, which may begin a bad word."""
+        """Whether its mask depends on its last token, which may begin a bad word."""
         several = any(len(sequence) > 1 for sequence in self.bad_sequences)
         return several or self.grammar is not None
 
@@ -110,7 +110,7 @@ class Request:
 
     @property
     def complete(self) -> bool:
-        """Its last token is there, or at least being computed.
+        """Whether its last token is there, or at least being computed.
 
         One is sampled even if none is wanted: it ends the request and is dropped.
         """

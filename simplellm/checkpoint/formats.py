@@ -50,7 +50,7 @@ class NumberFormat:
         return self.dtype == "uint8"
 
     def stored_shapes(self, shape: Shape) -> dict[str, Shape]:
-        """By suffix, the shapes of the tensors that hold a weight of this ``shape``."""
+        """Shapes of the tensors that hold a weight of this ``shape``, by suffix."""
         *leading, height, width = shape
         rows, columns = self.tile[0], self.tile[1] or width
         scales: Shape = (*leading, -(-height // rows), -(-width // columns))
@@ -144,7 +144,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
 
 
 def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat]:
-    """By our name, the formats of a model's weights that are not ordinary tensors.
+    """Formats of the weights that are not ordinary tensors, by our names.
 
     Raises ValueError for parts of one weight in several formats, and for a weight that
     no operation reads in any.

@@ -72,7 +72,7 @@ class MXFP4:
         return MXFP4(self.blocks[index], self.scales[index])
 
     def to(self, device: torch.device | str) -> "MXFP4":
-        """The same weight on another device."""
+        """This weight on another device."""
         return MXFP4(self.blocks.to(device), self.scales.to(device))
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:

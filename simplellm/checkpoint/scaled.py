@@ -126,12 +126,12 @@ class Scaled:
         return replace(self, values=self.values[index], scales=self.scales[index])
 
     def view(self, *shape: int) -> "Scaled":
-        """The same rows in another shape [..., out, in]; no tile in two matrices."""
+        """The rows in another shape [..., out, in]; no tile in two matrices."""
         scales = self.scales.view(*shape[:-2], -1, self.scales.shape[-1])
         return replace(self, values=self.values.view(shape), scales=scales)
 
     def to(self, device: torch.device | str) -> "Scaled":
-        """The same weight on another device."""
+        """This weight on another device."""
         values, scales = self.values.to(device), self.scales.to(device)
         return replace(self, values=values, scales=scales)
 

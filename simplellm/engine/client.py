@@ -12,7 +12,7 @@ from simplellm.engine.stats import Stats
 
 
 class UnfitError(EngineError):
-    """A request failed by what it has to fit: another engine would fail as well."""
+    """Its grammar failed; a retry on another replica would fail too."""
 
 
 def failure(what: str, cause: BaseException) -> EngineError:
@@ -24,7 +24,7 @@ def failure(what: str, cause: BaseException) -> EngineError:
 
 
 class EventSource(Protocol):
-    """Where the events of an engine come from."""
+    """The queue that an engine's events come from."""
 
     def get(self) -> Event | None:
         """Wait for the next event; None once no more will come."""
@@ -71,7 +71,7 @@ class EngineClient(Protocol):
         """
 
     def health(self) -> dict[str, dict[str, int]]:
-        """What there is to say of an engine that `check` finds well."""
+        """Extra fields for /health; empty by default."""
 
     def check(self) -> None:
         """Raise EngineError if the engine cannot answer any more."""
@@ -116,5 +116,5 @@ class EngineBase:
             raise EngineError("this LLM is closed; expected one that is open")
 
     def health(self) -> dict[str, dict[str, int]]:
-        """What there is to say of an engine that `check` finds well."""
+        """Extra fields for /health; empty by default."""
         return {}

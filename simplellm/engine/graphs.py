@@ -32,7 +32,7 @@ class CaptureShape(NamedTuple):
 
     @classmethod
     def mixed(cls, tokens: int, max_num_seqs: int) -> "CaptureShape":
-        """Of a step with prompts. Room for more rows costs time in attention."""
+        """A step with prompts. Room for more rows costs time in attention."""
         return cls(
             tokens, min(tokens // 2, max_num_seqs), min(tokens // 4, MOST_CHUNKS)
         )
@@ -47,7 +47,7 @@ class Captured:
 
     @property
     def size(self) -> int:
-        """Its tokens; if it has no room for chunks, these are its decodes."""
+        """How many tokens it has; without chunks, these are its decodes."""
         return self.shape.tokens
 
 

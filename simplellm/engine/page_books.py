@@ -1,6 +1,6 @@
 """Which pages of the KV cache there are, who holds them, and what they're called.
 
-Plain books. `PageManager` takes, shares and releases pages by them.
+Bookkeeping only; no tensors. `PageManager` takes, shares and releases pages by them.
 """
 
 from array import array
@@ -60,8 +60,8 @@ class PageBooks:
         self.references = [0] * num_pages
         self.free = list(range(num_pages))[::-1]  # hold nothing that anyone could use
         self.cached: OrderedDict[int, None] = OrderedDict()  # unused, next victim first
-        # Pages that some sequence was given by `add`, or that the next turn of a chat
-        # will ask for: those that the token behind a prompt's last full page can see.
+        # Prefix-hit pages, or pages the next turn should hit: they keep normal LRU
+        # order when they fall behind the window. Others are evicted first.
         self.kept_longer: set[int] = set()
         self.hash_of: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
         self.page_of: dict[tuple[int, bytes], int] = {}  # and back

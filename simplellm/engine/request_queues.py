@@ -1,6 +1,6 @@
 """Who waits and who runs: how requests come in, fork, and leave.
 
-Plain books. `Scheduler` adds to them who computes what.
+Bookkeeping only; no tensors. `Scheduler` adds to them who computes what.
 """
 
 import math

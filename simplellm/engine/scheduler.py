@@ -152,8 +152,8 @@ class Scheduler(RequestQueues):
         """Book a step whose results will come: what it computes counts as there.
 
         The tokens that it samples are UNKNOWN until `commit`, unless a grammar forces
-        them. The next step can be scheduled meanwhile, since it takes their number and
-        not their names.
+        them. The next step can be scheduled meanwhile: it needs how many tokens there
+        are, not which.
         """
         for request, start, length, samples in scheduled:
             if request.finish_reason is not None:  # it was aborted meanwhile

@@ -56,7 +56,7 @@ class StepCosts:
             self.seconds.append(max([measured[size], *self.seconds[-1:]]))
 
     def __call__(self, tokens: int) -> float:
-        """Beyond the last one as between the last two."""
+        """Seconds of a step; beyond the last size as between the last two."""
         sizes, seconds = self.sizes, self.seconds
         if len(sizes) == 1 or tokens <= sizes[0]:
             return seconds[0]
@@ -85,7 +85,7 @@ class AcceptanceRate:
 
 @dataclass
 class Guesses:
-    """What is guessed of one request, and how often that was right."""
+    """Drafts for one request, and how often they were right."""
 
     drafter: Drafter
     rate: AcceptanceRate = field(default_factory=AcceptanceRate)
@@ -127,7 +127,7 @@ class Speculator:
         return cls(LONGEST_DRAFT, StepCosts(time_steps()), drafter)
 
     def _guess(self, request: Request, tokens: Sequence[int]) -> Guesses:
-        """What may follow ``tokens``, the request's as far as they are known.
+        """Guess what follows ``tokens``, the request's as far as they are known.
 
         Learns first from what has followed what was guessed before: a draft need not
         have been checked for that.
@@ -321,7 +321,7 @@ def accepted(
     tokens: Sequence[list[int]],
     logprobs: Sequence[list[TokenLogprobs] | None],
 ) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
-    """Of each request the tokens that are sure: those up to the first wrong draft.
+    """The tokens of each request that are sure: those up to the first wrong draft.
 
     A draft is right if it was sampled at its place, after drafts that were right.
     """

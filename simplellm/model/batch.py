@@ -17,9 +17,8 @@ from simplellm.model.gather import GatherPlan, plan_gathers
 class KVGroup:
     """Where the layers of one kind, full or sliding, find keys and values in a step.
 
-    The first ``decodes`` sequences have one new token each, or none if they are padding
-    that stands between the decodes and the chunks of prompts, which are the others. The
-    arrays after ``offsets`` are the same for all groups.
+    Rows [0, decodes) are decodes (one token, or padding); rows [decodes, B) are prefill
+    chunks. The arrays after ``offsets`` are the same for all groups.
     """
 
     slots: Tensor  # int32 [T], page * page_size + row to write to; -1 for padding
@@ -58,7 +57,7 @@ class Batch:
     positions: Tensor  # int32 [T]
     lengths: Tensor  # int32 [B], as in KVGroup
     queries: Tensor  # int32 [B + 1], as in KVGroup
-    samples: Tensor  # int32 [S], the tokens whose successors are wanted
+    samples: Tensor  # int32 [S], indices of the tokens whose logits are needed
     groups: tuple[KVGroup, ...]  # one for each of the model's windows
 
     @cached_property

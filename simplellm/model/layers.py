@@ -71,7 +71,7 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """Where a family takes off the mean, too."""
+    """A norm that takes off the mean, too."""
 
     weight: Tensor  # [hidden]
     bias: Tensor  # [hidden]
@@ -79,7 +79,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, eq=False)
 class SandwichNorm:
-    """Where an update is normed by itself before it is added."""
+    """Two norms: of an update before it is added, and of the sum."""
 
     update: Tensor  # [hidden], of its RMSNorm
     weight: Tensor  # [hidden], of the sum's

@@ -58,7 +58,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Where Triton launches while this is entered."""
+    """A context in which Triton launches on ``device``."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -2,10 +2,10 @@
 
 A table of operations (`Ops`) is what a model computes with. The functions here, in
 attention.py and in feed_forward.py are the plain table; `kernels.fused` has the same
-names and signatures. Arithmetic
-within an operation is float32 where it decides the result, whatever the dtype of x.
-In what order a product adds up a row, PyTorch's library decides, by the number of rows
-and the processor: a token's numbers are the same in any company but for rounding.
+names and signatures. Arithmetic within an operation is float32 where it decides the
+result, whatever the dtype of x. In what order a product adds up a row, PyTorch's
+library decides, by the number of rows and the processor: a token's numbers are the same
+in any company but for rounding.
 
 T packed tokens, B sequences, S positions, Q queries, V vocabulary, H query heads, K kv
 heads, G = H / K heads a group, D head_dim, E experts, k experts a token, I

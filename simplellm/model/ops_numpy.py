@@ -45,7 +45,7 @@ def is_small(config: ModelConfig) -> bool:
 
 
 def by_column(weight: Weight) -> Any:
-    """The same numbers in the order in which a product of few rows reads them."""
+    """A weight's numbers in the order in which a product of few rows reads them."""
     if isinstance(weight, Scaled):  # which PyTorch multiplies
         return weight
     if isinstance(weight, MXFP4):

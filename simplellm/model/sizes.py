@@ -191,7 +191,7 @@ class Need:
         *,
         mapped: bool = False,
     ) -> "Need":
-        """Of a resolved ``config``; ``mapped`` experts stay in their file."""
+        """The need of a resolved ``config``; ``mapped`` experts stay in their file."""
         weights = weight_bytes(model, itemsize)
         if mapped:
             weights.pop("experts", None)

@@ -86,8 +86,8 @@ class AllowedTokens:
     def bits(self, before_min: bool, completed: Collection[int]) -> Bits:
         """The bits, ``before_min`` or not, without the tokens ``completed``.
 
-        Should that leave none, such a token may complete its word: something has to
-        come. `InputProcessor.process` refuses what leaves none from the beginning.
+        If that forbids every token, bad words are ignored for this step.
+        `InputProcessor.process` refuses what leaves none from the beginning.
         """
         bits = self.before_min if before_min else self.always
         left = without(bits, completed) if completed else bits

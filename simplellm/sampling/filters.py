@@ -57,7 +57,7 @@ class Filters(NamedTuple):
     def of(
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
     ) -> "Filters | None":
-        """Those of ``params``; None if no row that draws has any."""
+        """Filters of ``params``; None if no row that draws has any."""
         drawing = [p for p in params if p.temperature > 0]
         some_top_k = any(0 < p.top_k < vocab_size for p in drawing)
         some_top_p = any(p.top_p < 1 for p in drawing)

@@ -119,7 +119,7 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "Tokenizer":
-        """Of a parsed tokenizer.json like gpt-oss's: byte-level BPE behind one Split.
+        """The tokenizer of a tokenizer.json like gpt-oss's: byte-level BPE, one Split.
 
         Ids are those of `tokenizers` if every split of a token into two tokens that
         merge is listed, as there. Raises TokenizerError for anything else.

@@ -56,7 +56,7 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GGUFTensor(NamedTuple):
-    """Where a tensor lies; of its ``shape`` the last side is contiguous."""
+    """A tensor's place in the file; the last side of its ``shape`` is contiguous."""
 
     name: str
     type: str  # a name of TYPES

@@ -131,7 +131,7 @@ def read_gguf_config(
 def formats_of(
     config: ModelConfig, container: Container, kept: Mapping[str, NumberFormat]
 ) -> dict[str, NumberFormat]:
-    """By our name, the formats of weights that aren't made ordinary numbers."""
+    """Formats of the weights that aren't made ordinary numbers, by our names."""
     formats = {}
     for ours, name in tensor_names(config).items():
         stored = stored_as(ours, config.model_type)

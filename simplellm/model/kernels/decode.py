@@ -89,7 +89,7 @@ def choose_splits(batch: int, kv_heads: int) -> int:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where programs that share a sequence leave their parts for the join.
+    """Buffers in which programs that share a sequence leave their parts for the join.
 
     Launches that use the same scratch must not overlap.
     """

@@ -135,7 +135,7 @@ class Fragments:
         return self.words.nbytes + self.scales.nbytes
 
     def __getitem__(self, experts: Tensor | slice) -> "Fragments":
-        """The same of some experts."""
+        """The fragments of some experts."""
         return replace(self, words=self.words[experts], scales=self.scales[experts])
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -71,7 +71,7 @@ class Rounded:
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers are."""
+        """The device of the numbers."""
         return self.values.device
 
     def dequantize(self) -> Tensor:

@@ -81,7 +81,7 @@ class ToolResult(Part):
 
     @classmethod
     def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        """As text; its call may be gone."""
+        """The fields with the content as text; its call may be gone."""
         content = data.get("content", "")
         if isinstance(content, list):
             data["content"] = [known_block(b, "system", reading) for b in content]
@@ -90,7 +90,7 @@ class ToolResult(Part):
         return {**data, "name": UNKNOWN}
 
     def shown(self, called: Mapping[str, str], where: str) -> Message:
-        """As the model is shown it; ``called`` has the tool behind each id."""
+        """The message for the model; ``called`` has the tool behind each id."""
         id = self.tool_use_id
         if (name := called.get(id, self.name)) is None:
             wrong = f"{where}.tool_use_id is {short(id)}; expected the id of a call"

@@ -98,7 +98,7 @@ class ToolChoice(Body):
 
     @property
     def as_openai(self) -> str | dict[str, Any]:
-        """The same in the words of OpenAI."""
+        """The body in the words of OpenAI."""
         if self.type == "tool":
             return {"type": "function", "name": shown_name(self.name or "")}
         return "required" if self.type == "any" else self.type

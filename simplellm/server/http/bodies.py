@@ -263,7 +263,7 @@ Sampling: type[BaseModel] = create_model("Sampling", **SAMPLING)
 
 
 def given_fields(model: BaseModel) -> dict[str, Any]:
-    """Those of a model's fields that were given."""
+    """Fields of a model that were given."""
     return {name: getattr(model, name) for name in model.model_fields_set}
 
 
@@ -329,7 +329,7 @@ class SampledBody(Body):
 
     @classmethod
     def sampling_names(cls) -> set[str]:
-        """Those of the parameters that ``sampling`` may hold."""
+        """Names of the parameters that ``sampling`` may hold."""
         return {*SAMPLING} - {*cls.model_fields, *cls.unsupported}
 
     @classmethod

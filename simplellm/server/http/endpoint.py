@@ -82,7 +82,7 @@ class Service:
     allowed_origins: Sequence[str] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     responses: ResponseStore = field(default_factory=ResponseStore)
-    # Bodies whose grammars are compiled wait for each other, and nobody waits for them.
+    # At most 4 bodies with grammars compile at once; other requests are not held up.
     compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
     draining: bool = False  # no new requests, while those that run finish
     running: int = 0  # HTTP requests
@@ -180,7 +180,7 @@ class Generation:
         """
 
     def end(self, started: bool) -> None:
-        """Nothing more will be said, unless `failure` is asked for.
+        """End the answer: only `failure` may still be asked for.
 
         ``started``: whether a client has seen the beginning of a stream.
         """

@@ -53,7 +53,7 @@ STATUSES = {
 
 
 class Untitled(GenerateJsonSchema):
-    """Without titles, which would only repeat the names."""
+    """JSON schemas without titles, which would only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -70,7 +70,7 @@ class Chat(Generation):
         }
 
     def logprobs(self, part: Delta | ChatChoice) -> dict[str, Any] | None:
-        """Those of a part, or of all, if they are to be told."""
+        """Log-probabilities of a part, or of all, if they are asked for."""
         entries = part.logprobs if self.body.logprobs else None
         return chat_logprobs(entries, self.tokenizer)
 

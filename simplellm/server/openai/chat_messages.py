@@ -124,7 +124,7 @@ class ChatMessage(Part):
 
     @classmethod
     def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """With functions in the place of all other tools."""
+        """The fields with functions in the place of all other tools."""
         data = dict(data)
         if isinstance(older := data.pop("function_call", None), Mapping):
             data["tool_calls"] = [{"id": None, "function": older}]

@@ -13,7 +13,7 @@ LEAST = -9999.0  # stands for minus infinity, which JSON can't spell
 def chat_logprobs(
     entries: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer
 ) -> dict[str, Any] | None:
-    """Those of a chat: of all tokens, control tokens and reasoning among them."""
+    """Logprobs of a chat: of all tokens, control tokens and reasoning among them."""
     if entries is None:
         return None
 
@@ -45,7 +45,7 @@ def token_name(token: int, tokenizer: Tokenizer) -> str:
 def prompt_logprobs(
     entries: Sequence[TokenLogprobs | None] | None,
 ) -> list[dict[str, Any] | None]:
-    """Those of a prompt in vLLM's form: by token id; the first token has none."""
+    """Logprobs of a prompt in vLLM's form: by token id; the first token has none."""
 
     def one(entry: TokenLogprobs) -> dict[str, Any]:
         pairs = zip(entry.top, entry.decoded_top, strict=True)
@@ -67,7 +67,7 @@ def prompt_logprobs(
 
 
 class LegacyLogprobs:
-    """Those of one sample of a completion, part by part.
+    """Log-probabilities of one sample of a completion, part by part.
 
     An offset is where a token's text begins in the answer's text, in characters; one
     that only goes on with a character begins where that does.

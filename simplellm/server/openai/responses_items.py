@@ -111,13 +111,13 @@ class SentItem(Part):
     type: str
 
     def kept(self, key: str, number: int) -> Item:
-        """It as we keep it; it has its own id, or one made of ``key``."""
+        """The item as we keep it; with its own id, or one made of ``key``."""
         id = self.id or f"{PREFIXES[self.type]}_{key}_in{number}"
         return {"id": id, "type": self.type, "status": "completed", **self.content_kept}
 
     @property
     def content_kept(self) -> Item:
-        """What it has beside the fields of all items."""
+        """The fields that not all items have."""
         return self.model_dump(exclude={"id", "type"}, exclude_none=True)
 
 
@@ -147,7 +147,7 @@ class SentMessage(SentItem):
 
 
 class SentReasoning(SentItem):
-    """Its summary isn't shown to the model, which wrote none."""
+    """A model's thoughts; their summary isn't shown to it, which wrote none."""
 
     type: Literal["reasoning"]
     content: Content = ""
@@ -165,7 +165,7 @@ class SentCall(SentItem):
 
     @classmethod
     def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        """One may have no arguments, and no id but its own."""
+        """The fields of a call; it may lack arguments, and have no id but its own."""
         if data.get("type") == "function_call":
             given = data.get("arguments") or "{}"
             data["arguments"] = given if isinstance(given, str) else as_text(given)
@@ -235,7 +235,7 @@ class CallOutput(SentItem):
     @model_validator(mode="before")
     @classmethod
     def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
-        """Of a shell its chunks are joined, and of a patch the status is enough."""
+        """Join the chunks of a shell; of a patch, the status is enough."""
         if not isinstance(data, dict):
             return data
         data = {key: value for key, value in data.items() if value is not None}

@@ -164,7 +164,7 @@ class Output:
         return events
 
     def call_events(self, item: Item) -> list[dict[str, Any]]:
-        """Those that end a call; the items of shells and patches say all themselves."""
+        """Events that end a call; items of shells and patches say all themselves."""
         if self.tool == "function":
             fields = {"name": item["name"], "arguments": item["arguments"]}
             return [self.of_item("function_call_arguments.done", **fields)]

@@ -37,7 +37,7 @@ class Kept:
     asked_bytes: int = 0
 
     def own_items(self, id: str) -> list[dict[str, Any]]:
-        """Those whose ids are made of the response's ``id``: nobody can guess them."""
+        """Items whose ids are made of the response's ``id``: nobody can guess them."""
         items = [*self.response["output"], *self.input_items]
         return [item for item in items if id.removeprefix("resp_") in item["id"]]
 
@@ -90,7 +90,7 @@ class ResponseStore:
             self._tidy()
 
     def forget(self, id: str) -> None:
-        """Nothing is to be found under this id, even if it ends later."""
+        """Drop the response of this id, even if it ends later."""
         with self.lock:
             self._forget(id)
 

@@ -90,7 +90,7 @@ class ClientTools:
             self.add(tool, f"tools[{number}]")
 
     def add_missing(self, tools: Sequence[Any]) -> None:
-        """Those of some tools that a conversation brings whose names are new."""
+        """Add the tools that a conversation brings whose names are new."""
         for tool in tools:
             one = ClientTools([tool])
             for function in one.functions:

@@ -60,7 +60,10 @@ class ReplicaSlot:
         return 0 if self.engine is None else len(self.engine.open)
 
     def set_loaded(self, phase: int, facts: Any) -> None:
-        """So far is the first engine here; others nobody waits for."""
+        """Mark this loading phase of the first engine done.
+
+        Later engines' phases are not awaited.
+        """
         if not self.loading[phase].done():
             self.loading[phase].set_result(facts)
 
@@ -81,7 +84,7 @@ class ReplicaSlot:
             del self.prefixes[next(iter(self.prefixes))]
 
     def ended(self) -> None:
-        """Its engine is gone, with all that it had computed."""
+        """Note that its engine is gone, with all that it had computed."""
         self.ready, self.prefixes = False, {}
         if self.stats is not None:
             gone = {"waiting": 0, "running": 0, "cache_usage": 0.0}
@@ -230,7 +233,7 @@ class Replicas(EngineBase):
         return False
 
     def _choose(self, pending: PendingRequest) -> ReplicaSlot | None:
-        """Where most of the prompt is cached, if half is; else who has least to do."""
+        """The slot with most of the prompt cached, if half is; else the least busy."""
         ready = [s for s in self.slots if s.ready and s not in pending.tried]
         if not ready:
             return None
@@ -284,7 +287,7 @@ class Replicas(EngineBase):
         return {"replicas": {"alive": alive, "wanted": len(self.slots)}}
 
     def _ready(self) -> list[tuple[ReplicaSlot, RemoteEngine]]:
-        """Those that can be asked. Raises EngineError if there are none."""
+        """Slots that can be asked. Raises EngineError if there are none."""
         ready = [(s, s.engine) for s in self.slots if s.ready and s.engine]
         expect_one(ready or self.closing)
         return ready

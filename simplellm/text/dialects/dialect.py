@@ -142,7 +142,7 @@ def tokenizer_data(files: SmallFiles) -> dict[str, Any] | None:
 def open_family(
     files: SmallFiles, data: Mapping[str, Any], rows: int = MAX_SIZE
 ) -> tuple[Tokenizer, Dialect]:
-    """The same of another model than gpt-oss, of so many ``rows``.
+    """Tokenizer and dialect of another model than gpt-oss, of so many ``rows``.
 
     ``data`` is what its tokenizer.json says.
     """

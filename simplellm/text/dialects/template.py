@@ -44,7 +44,7 @@ class TemplateSource:
     def read(
         cls, files: SmallFiles, config: Mapping[str, Any]
     ) -> "TemplateSource | None":
-        """Those of a checkpoint, if it has any. Raises ConfigError.
+        """The templates of a checkpoint, if it has any. Raises ConfigError.
 
         ``config`` is what its tokenizer_config.json says.
         """
