@@ -156,7 +156,7 @@ def parser() -> Drawing:
         d.arrow((left, box.y), (left, up), (right, up), (right, box.y))
 
     loop(header)
-    words = "text <|start|>", "<|channel|> <|constrain|>"
+    words = "text", "<|channel|> <|constrain|>"
     for i, line in enumerate(words):
         d.text(header.cx, 36 + 16 * i, line, mono=True, size=11.5, anchor="middle")
     loop(content)
@@ -167,9 +167,9 @@ def parser() -> Drawing:
     d.prose(
         MARGIN,
         222,
-        "Lenient: <|start|> or <|channel|> within a content also ends the message; "
-        "a header that ends without <|message|> gives its text as content; any other "
-        "control token is passed over.",
+        "What models get wrong: <|start|> ends what is under way, in a header too, and "
+        "<|channel|> a content; both begin a header. One that ends without <|message|> "
+        "gives its text as content. Anything else that's out of place is ignored.",
     )
 
     d.line((MARGIN, 266), (WIDTH - MARGIN, 266), width=0.8)
