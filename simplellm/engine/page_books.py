@@ -24,7 +24,7 @@ class PageTable:
     first: list[int]
     num_computed_tokens: int  # tokens whose keys and values are in the pages
     page_hashes: list[bytes]  # of the full pages, as far as their tokens are known
-    prompt: int  # full pages of the tokens that it began with
+    prompt_pages: int  # full pages of the tokens that it began with
 
 
 class PageBooks:

@@ -76,8 +76,9 @@ class PageManager(PageBooks):
                 if name not in self.page_of and pages[index] != NULL:
                     self.page_of[name] = pages[index]
                     self.hash_of[pages[index]] = name
-                    near = self._first_page(table.prompt * size, self.windows[group])
-                    if near <= index < table.prompt:
+                    end = table.prompt_pages
+                    near = self._first_page(end * size, self.windows[group])
+                    if near <= index < end:
                         self.kept_longer.add(pages[index])
 
     def _cached_prefix(self, tokens: Sequence[int]) -> list[bytes]:
@@ -155,7 +156,7 @@ class PageManager(PageBooks):
             list(table.first),
             table.num_computed_tokens,
             list(table.page_hashes),
-            table.prompt,
+            table.prompt_pages,
         )
         self.tables[child] = PageTable(groups, *copied)
 
