@@ -1,9 +1,9 @@
 """What a layer computes for each token by itself, in plain PyTorch.
 
 Arithmetic within an operation is float32 where it decides the result, whatever the
-dtype of x. In what order a product adds up a row, PyTorch's library decides, by the
-number of rows and the processor: a token's numbers are the same in any company but for
-rounding.
+dtype of x. PyTorch's library chooses the order in which a product adds up, by the
+number of rows and the processor: with other tokens around it, a token's numbers may
+differ by rounding.
 
 T tokens, E experts, k experts a token, I intermediate size.
 """
@@ -36,8 +36,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token, best first, and how much each one counts.
 
-    x [T, hidden], weight [E, hidden], bias [E] -> ids int64 [T, k] and weights [T, k]
-    in x's dtype. The weights are a softmax over the chosen logits alone: they add up
+    x [T, hidden], weight [E, hidden], bias [E] -> ids int64 [T, k] and shares [T, k]
+    in x's dtype. The shares are a softmax over the chosen logits alone: they add up
     to 1, and what the other experts scored does not matter.
     """
     logits = functional.linear(x, weight, bias)  # [T, E]

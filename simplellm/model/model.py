@@ -1,4 +1,4 @@
-"""The transformer: layers as records, and one forward pass over a table of operations.
+"""The transformer: layers as records, and one forward pass over a record of operations.
 
 T packed tokens, S of them sampling, V vocabulary, D head_dim.
 """

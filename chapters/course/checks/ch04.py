@@ -46,7 +46,7 @@ def pair_of(found, what):
     )
     ids, weights = found
     assert not ids.is_floating_point() and weights.is_floating_point(), (
-        "first the experts' numbers, which are whole, then the weights; yours are "
+        "first the experts' numbers, which are whole, then the shares; yours are "
         f"{ids.dtype} and {weights.dtype}"
     )
     return ids.long(), weights
@@ -61,13 +61,13 @@ def softmax_of_chosen(scores, top_k):
 
 def check_route(route):
     """The pencil's token, then random ones against sorting and exponentials."""
-    what = "the numbers of the experts and their weights"
+    what = "the numbers of the experts and their shares"
     scores = [1.0, -0.5, 1.85, 0.2]
 
     def routed(x, weight, bias, top_k):
         ids, weights = pair_of(route(x, weight, bias, top_k), what)
         shape = (len(x), top_k)
-        for name, tensor in (("ids", ids), ("weights", weights)):
+        for name, tensor in (("ids", ids), ("shares", weights)):
             assert tuple(tensor.shape) == shape, (
                 f"{len(x)} tokens with {top_k} experts each have {name} {list(shape)}, "
                 f"not {list(tensor.shape)}"
@@ -85,11 +85,11 @@ def check_route(route):
     )
     total = weights.sum().item()
     assert total < 1 + 1e-4, (
-        f"a token's weights add up to {total:.3f}, not 1: each token has its own "
+        f"a token's shares add up to {total:.3f}, not 1: each token has its own "
         "softmax, along the last axis"
     )
     assert total > 1 - 1e-4, (
-        f"the chosen weights add up to {total:.3f}, not 1: the experts that nobody "
+        f"the chosen shares add up to {total:.3f}, not 1: the experts that nobody "
         "chose have kept a share, so take the softmax of the chosen scores alone"
     )
     assert torch.allclose(weights, torch.tensor([[0.7006, 0.2994]]), atol=1e-3), (
@@ -112,19 +112,19 @@ def check_route(route):
             f"{ids[token].tolist()}"
         )
         assert torch.allclose(weights[token].double(), torch.tensor(shares).double()), (
-            f"random token {token}: the weights of experts {best} belong in their "
+            f"random token {token}: the shares of experts {best} belong in their "
             "order, and each token has its own softmax"
         )
     large = torch.tensor([[99.15, 97.65, 100.0, 98.35]])
     _, weights = routed(large, torch.eye(4), torch.zeros(4), 2)
     assert torch.allclose(weights, torch.tensor([[0.7006, 0.2994]]), atol=1e-3), (
-        "scores of 100 and 99.15 have the weights 0.70 and 0.30 as well; yours are "
+        "scores of 100 and 99.15 have the shares 0.70 and 0.30 as well; yours are "
         f"{[round(w, 3) for w in weights[0].tolist()]}. e^100 is more than float32 "
         "holds, so subtract the largest score first, as softmax does"
     )
     _, weights = routed(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), 4)
     assert weights.dtype == torch.bfloat16, (
-        f"the weights come in x's dtype; for bfloat16 yours are {weights.dtype}"
+        f"the shares come in x's dtype; for bfloat16 yours are {weights.dtype}"
     )
     ids, _ = routed(x, weight, None, 4)
     best = (weight @ x[0]).argmax()
@@ -374,12 +374,12 @@ def explained(found, x, mlp):
         ),
         (
             one_by_one(x, mlp, shares=in_order_of_ids),
-            "the weights are in the order of route's ids, best first: whoever sorts "
-            "the ids sorts the weights along",
+            "the shares are in the order of route's ids, best first: whoever sorts "
+            "the ids sorts the shares along",
         ),
         (
             one_by_one(x, at_once),
-            "every expert has added a share of a softmax over all: a token's weights "
+            "every expert has added a share of a softmax over all: a token's shares "
             "are for the experts in route's ids alone",
         ),
         (
@@ -605,7 +605,7 @@ def check_4_3(route_all):
     """Against the softmax of the chosen scores."""
     x, weight, bias = seeded(20, 6), seeded(16, 6, seed=1), seeded(16, seed=2)
     found = route_all(x, weight, bias, 4)
-    ids, weights = pair_of(found, "the numbers of the experts and their weights")
+    ids, weights = pair_of(found, "the numbers of the experts and their shares")
     assert ids.shape == weights.shape == (20, 4), (
         f"20 tokens with 4 experts each are [20, 4]; yours {list(weights.shape)}"
     )

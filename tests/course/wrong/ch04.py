@@ -237,7 +237,7 @@ def the_first_weight(x, mlp):
     return dense_sum(x, mlp, (shares > 0) * shares.amax(1, keepdim=True))
 
 
-@wrong("naive_moe", "sorts the weights along")
+@wrong("naive_moe", "sorts the shares along")
 def ids_sorted_alone(x, mlp):
     ids, weights = feed_forward.route(x, mlp.router, mlp.router_bias, mlp.top_k)
     shares = torch.zeros(len(x), len(mlp.router))
