@@ -87,13 +87,13 @@ def directed(folder: Path, steps: Sequence[Step]) -> Iterator[Served]:
             scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]
         ) -> None:
             runner.manager.take_copies()
-            runner.turn ^= 1
+            runner.buffer_index ^= 1
             with torch.inference_mode():
                 for row, request in enumerate(sampling):
                     token = director.token(request)
                     favor(runner.logits[row], token)
-                    runner.output[row] = token
+                    runner.sampled_tokens[row] = token
 
-        runner.start = start  # type: ignore[method-assign, assignment]
+        runner.start_forward = start  # type: ignore[method-assign, assignment]
         with serving(llm) as served:
             yield served

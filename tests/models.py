@@ -63,7 +63,7 @@ def saying(llm: LLM, *scripts: str | Sequence[int]) -> Iterator[list[list[int]]]
         for script in scripts
     ]
     runner = llm.engine_core.runner
-    start = runner.start
+    start = runner.start_forward
 
     def scripted(
         scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]
@@ -75,13 +75,13 @@ def saying(llm: LLM, *scripts: str | Sequence[int]) -> Iterator[list[list[int]]]
                 script = ids[min(number, len(ids) - 1)]
                 token = script[min(request.num_output, len(script) - 1)]
                 favor(runner.logits[row], token)
-                runner.output[row] = token
+                runner.sampled_tokens[row] = token
 
-    runner.start = scripted  # type: ignore[method-assign, assignment]
+    runner.start_forward = scripted  # type: ignore[method-assign, assignment]
     try:
         yield ids
     finally:
-        runner.start = start  # type: ignore[method-assign, assignment]
+        runner.start_forward = start  # type: ignore[method-assign, assignment]
 
 
 def favor(logits: Tensor, token: int) -> None:

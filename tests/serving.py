@@ -173,7 +173,7 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
     So the same request, streamed or not, gets the same tokens, whatever runs beside it.
     """
     runner = llm.engine_core.runner
-    start = runner.start
+    start = runner.start_forward
 
     def scripted(works: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
         start(works, sampling)
@@ -181,29 +181,29 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
             for row, request in enumerate(sampling):
                 token = babble(request.seed, request.num_output)
                 favor(runner.logits[row], token)
-                runner.output[row] = token
+                runner.sampled_tokens[row] = token
 
-    runner.start = scripted  # type: ignore[assignment]
+    runner.start_forward = scripted  # type: ignore[assignment]
     try:
         yield
     finally:
-        runner.start = start  # type: ignore[method-assign]
+        runner.start_forward = start  # type: ignore[method-assign]
 
 
 @contextmanager
 def slow(llm: LLM) -> Iterator[None]:
     """Every step takes a while."""
-    start = llm.engine_core.runner.start
+    start = llm.engine_core.runner.start_forward
 
     def late(works: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
         time.sleep(STEP)
         start(works, sampling)
 
-    llm.engine_core.runner.start = late  # type: ignore[assignment]
+    llm.engine_core.runner.start_forward = late  # type: ignore[assignment]
     try:
         yield
     finally:
-        llm.engine_core.runner.start = start  # type: ignore[method-assign]
+        llm.engine_core.runner.start_forward = start  # type: ignore[method-assign]
 
 
 def run(coroutine: Any) -> Any:

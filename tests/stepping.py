@@ -97,7 +97,7 @@ class Stepper:
             )
         scheduled.sort(key=lambda chunk: chunk.length > 1)  # decodes come first
         requests = [chunk.request for chunk in scheduled]
-        self.runner.start(scheduled, requests)
+        self.runner.start_forward(scheduled, requests)
         rows = [requests.index(self.requests[number]) for number in lengths]
         return self.runner.logits[: len(scheduled)][torch.tensor(rows)].clone()
 

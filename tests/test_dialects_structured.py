@@ -424,7 +424,7 @@ def served(answering: Served) -> Served:
 def brief(llm: LLM) -> Iterator[None]:
     """The model's random turns come to an end: it likes tags, then brackets."""
     runner = llm.engine_core.runner
-    start, tokens = runner.start, llm.tokenizer.tokens.items()
+    start, tokens = runner.start_forward, llm.tokenizer.tokens.items()
     closers = [id for id, text in tokens if text in CLOSERS]
     ends = [id for id, text in tokens if text in (b"}", b"]", b'"}')]
 
@@ -435,11 +435,11 @@ def brief(llm: LLM) -> Iterator[None]:
             runner.logits[:, ends] += 100
             runner.logits[:, [*llm.tokenizer.special.values()]] += 300
 
-    runner.start = started  # type: ignore[assignment]
+    runner.start_forward = started  # type: ignore[assignment]
     try:
         yield
     finally:
-        runner.start = start  # type: ignore[method-assign]
+        runner.start_forward = start  # type: ignore[method-assign]
 
 
 CALLED: dict[str, list[dict[str, Any]]] = {

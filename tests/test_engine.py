@@ -218,7 +218,7 @@ def test_a_mask_knows_the_last_token_while_the_next_step_is_computed(
     careful = ask([1, 2, 3], bad_sequences=[(-1, -1)])
     other = ask([4, 5], replace(GREEDY, max_tokens=12))
     known, flights = [], []
-    start, choose = engine.runner.start, engine.runner.choose
+    start, choose = engine.runner.start_forward, engine.runner.sample
 
     def watch_start(
         scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]
@@ -230,7 +230,7 @@ def test_a_mask_knows_the_last_token_while_the_next_step_is_computed(
         known.append(all(UNKNOWN not in request.tokens for request in requests))
         return choose(requests)
 
-    engine.runner.start, engine.runner.choose = watch_start, watch_choose
+    engine.runner.start_forward, engine.runner.sample = watch_start, watch_choose
     engine.submit([careful, other])
     events = finish(engine)
     assert tokens_of(events[careful.number]) == right([1, 2, 3], GREEDY)[0]

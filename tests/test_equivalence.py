@@ -203,8 +203,8 @@ def run_case(
         engine.scheduler.speculator = prophet
     if captured:
         runner = engine.runner
-        runner._pages = lambda scheduled: runner.pages  # type: ignore
-        runner.capture(range(1, len(runner.output) + 1, 2), (4, 8, 24, 64))
+        runner._pages = lambda scheduled: runner.table_width  # type: ignore
+        runner.capture(range(1, len(runner.sampled_tokens) + 1, 2), (4, 8, 24, 64))
     manager = engine.scheduler.manager
     numbers = itertools.count()
     families = [make_family(chance, numbers) for _ in range(chance.randrange(3, 8))]

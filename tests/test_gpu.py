@@ -102,13 +102,13 @@ def test_a_chunk_keeps_its_inputs_while_steps_before_it_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps that sample nothing have results that nobody reads; they are awaited."""
-    start = Runner.start
+    start = Runner.start_forward
 
     def slow(*args: Any) -> None:
         torch.cuda._sleep(30_000_000)  # some 15 ms: the host is far ahead
         start(*args)
 
-    monkeypatch.setattr(Runner, "start", slow)
+    monkeypatch.setattr(Runner, "start_forward", slow)
     prompt = torch.arange(2000).remainder(997).tolist()
     found = []
     for overlap in (False, True):

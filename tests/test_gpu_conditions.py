@@ -196,5 +196,5 @@ def test_broken_compiler(caplog: pytest.LogCaptureFixture) -> None:
 def test_float32() -> None:
     """Numbers that the kernels do not compute with."""
     with LLM(config=EngineConfig(**SMALL), dtype=torch.float32) as llm:
-        assert "dtype is torch.float32" in llm.how
+        assert "dtype is torch.float32" in llm.backend_reason
         assert "132" in answer(llm), "47 + 85 is not 132"

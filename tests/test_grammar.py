@@ -102,13 +102,13 @@ def test_forced_tokens_take_no_step_of_their_own(
     assert forced.text == alone.text and forced.text.startswith(text)
     assert forced.token_ids == alone.token_ids
     seen: list[int] = []
-    start = llm.engine_core.runner.start
+    start = llm.engine_core.runner.start_forward
 
     def watch(scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
         seen.append(len(scheduled))
         start(scheduled, sampling)
 
-    llm.engine_core.runner.start = watch  # type: ignore[method-assign, assignment]
+    llm.engine_core.runner.start_forward = watch  # type: ignore[method-assign, assignment]
     try:
         run(llm, [ask(llm, grammar)])
         quick = len(seen)
@@ -117,7 +117,7 @@ def test_forced_tokens_take_no_step_of_their_own(
         monkeypatch.setattr("simplellm.sampling.masks.FORCING", 0)
         (among,) = run(llm, [ask(llm, grammar)])
     finally:
-        del llm.engine_core.runner.start
+        del llm.engine_core.runner.start_forward
     assert quick <= 6 and slow - quick >= len(alone.token_ids)
     assert among.token_ids == forced.token_ids
     assert len(seen) - slow >= len(among.token_ids)

@@ -1060,7 +1060,7 @@ def test_the_log_stays_quiet(start: Any, caplog: pytest.LogCaptureFixture) -> No
     llm = start()
     started = caplog.messages[:]
     how, room = started
-    assert llm.how in how and "CPU" in how
+    assert llm.backend_reason in how and "CPU" in how
     assert f"room for texts of {llm.engine.max_model_len} tokens" in room
     llm.generate([1], max_tokens=2).result(PATIENCE)
     llm.generate([1], **LONG).cancel()

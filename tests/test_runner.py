@@ -84,8 +84,8 @@ def capture(
 ) -> Engine:
     """An engine with graphs; its tables are of one width, as on a GPU."""
     engine = make_engine(model, CONFIG.changed(options), overlap=overlap)
-    engine.runner._pages = lambda scheduled: engine.runner.pages  # type: ignore
-    engine.runner.capture(bucket_sizes(len(engine.runner.output)), mixed)
+    engine.runner._pages = lambda scheduled: engine.runner.table_width  # type: ignore
+    engine.runner.capture(bucket_sizes(len(engine.runner.sampled_tokens)), mixed)
     return engine
 
 

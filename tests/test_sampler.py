@@ -487,7 +487,7 @@ def test_a_mask_weighs_more_than_a_bias_and_changes_no_logprob() -> None:
     assert sampled.tokens.tolist() == [
         logits.masked_fill(~allowed, -99.0).argmax().item()
     ]
-    *_, top_ids, top_logprobs = sampled.scores
+    *_, top_ids, top_logprobs = sampled.logprobs
     best = logits.log_softmax(-1).sort(descending=True)
     assert torch.equal(top_ids, best.indices)
     torch.testing.assert_close(top_logprobs, best.values)
@@ -520,7 +520,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     ]
     sampled = draw(logits, params)
     wanted = torch.log(torch.softmax(logits.double(), -1))
-    logprobs, ranks, top_ids, top_logprobs = sampled.scores
+    logprobs, ranks, top_ids, top_logprobs = sampled.logprobs
     picked = wanted.gather(1, sampled.tokens[:, None].long())[:, 0]
     torch.testing.assert_close(logprobs.double(), picked, atol=1e-5, rtol=0)
     best = wanted.sort(-1, descending=True)
@@ -529,7 +529,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     torch.testing.assert_close(
         top_logprobs.double(), best.values[:, :3], atol=1e-5, rtol=0
     )
-    assert draw(logits, [SamplingParams(temperature=0)] * 3).scores == ()
+    assert draw(logits, [SamplingParams(temperature=0)] * 3).logprobs == ()
 
 
 def test_the_likeliest_token_is_taken_as_it_is_given() -> None:

@@ -28,7 +28,7 @@ import sys, time
 
 if sys.orig_argv[1:3] == ["-m", "simplellm.server.remote.core"]:
     from simplellm.engine.runner import Runner
-    start = Runner.start
+    start = Runner.start_forward
 
     def starting(self, chunks, sampling):
         requests = [chunk.request for chunk in chunks]
@@ -36,7 +36,7 @@ if sys.orig_argv[1:3] == ["-m", "simplellm.server.remote.core"]:
             time.sleep(1)
         start(self, chunks, sampling)
 
-    Runner.start = starting
+    Runner.start_forward = starting
 """
 
 

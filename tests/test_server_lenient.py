@@ -72,7 +72,7 @@ def made(served: Served, path: str, body: dict[str, Any]) -> Any:
     endpoint = next(e for e in ENDPOINTS if e.path == path and e.method == "POST")
     call = Call(served.service, HTTPRequest({"type": "http"}), "id")
     call.body = endpoint.read_parsed(call, {"seed": 1, **body})
-    request = endpoint.answer(call).requests[0]
+    request = endpoint.handler(call).requests[0]
     return request.tokens, request.params, request.max_tokens, request.grammar
 
 
@@ -1087,7 +1087,7 @@ def test_chats_are_refused_on_purpose(
         try:
             body = {"messages": messages, **options}
             call.body = CHATS[0].read_parsed(call, body)
-            made = CHATS[0].answer(call)
+            made = CHATS[0].handler(call)
         except APIError as error:
             assert error.param
         except (TypeError, ValueError) as error:

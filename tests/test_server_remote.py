@@ -33,7 +33,7 @@ from simplellm import (
 from simplellm.base.grammar import Grammar, GrammarError
 from simplellm.base.request import Event, Request, TokenLogprobs
 from simplellm.base.request_spec import RequestSpec
-from simplellm.engine.client import UnfitError
+from simplellm.engine.client import RequestGrammarError
 from simplellm.server.remote import client as remote_module
 from simplellm.server.remote import wire
 from simplellm.server.remote.client import RemoteEngine, load_remote
@@ -150,7 +150,7 @@ def test_an_event_arrives_as_it_was(error: Exception | None) -> None:
 
 def test_errors_stay_what_they_are_where_somebody_asks() -> None:
     kinds = {ConfigError: ValueError, torch.OutOfMemoryError: MemoryError}
-    kinds |= {UnfitError: UnfitError}
+    kinds |= {RequestGrammarError: RequestGrammarError}
     for ours, theirs in kinds.items():
         found = wire.as_error(crossed(ours("so")))
         assert type(found) is theirs and str(found) == "so"
@@ -260,7 +260,7 @@ def test_what_is_told_of_it(near: LLM, far: LLM) -> None:
     assert type(stats) is type(near.stats()) and stats.generated_tokens >= 3
     assert stats.finished["length"] >= 1 and stats.ttft
     assert snapshot.keys() == near.engine.snapshot().keys()
-    assert far.how == near.how and far.config == near.config
+    assert far.backend_reason == near.backend_reason and far.config == near.config
     assert far.input_processor.max_model_len == near.input_processor.max_model_len
 
 
@@ -325,7 +325,7 @@ HANG = """
 import time
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
-start, schedule = Runner.start, Scheduler.schedule
+start, schedule = Runner.start_forward, Scheduler.schedule
 
 def starting(self, works, sampling):
     while any(w.request.tokens[0] == 13 and w.request.num_output > 18 for w in works):
@@ -337,7 +337,7 @@ def scheduling(self):
         time.sleep(1)
     return schedule(self)
 
-Runner.start, Scheduler.schedule = starting, scheduling
+Runner.start_forward, Scheduler.schedule = starting, scheduling
 """
 # After 100 steps comes an answer to a question that nobody has asked.
 ODD = """
@@ -354,8 +354,8 @@ wire.as_frame = odd
 SLOW = """
 import time
 from simplellm.engine.runner import Runner
-start = Runner.start
-Runner.start = lambda *given: (time.sleep(0.05), start(*given))[1]
+start = Runner.start_forward
+Runner.start_forward = lambda *given: (time.sleep(0.05), start(*given))[1]
 """
 
 
@@ -604,7 +604,7 @@ def test_a_server_that_reads_nothing(folder: Path) -> None:
     with closing(link):
         link.sendall(wire.as_frame(wanted | {"log_level": "warning"}))
         arriving = wire.frames(link)
-        assert next(arriving) == {} and "how" in next(arriving)
+        assert next(arriving) == {} and "backend_reason" in next(arriving)
         params = SamplingParams(logprobs=20, temperature=0, seed=0)
         families = [
             wire.as_samples(Request([number], length, params, number=number))

@@ -36,7 +36,7 @@ SLOW = """
 import os, time
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
-start, add = Runner.start, Scheduler.add
+start, add = Runner.start_forward, Scheduler.add
 
 def starting(self, works, sampling):
     time.sleep(0.02)
@@ -49,7 +49,7 @@ def adding(self, requests):
         os._exit(9)
     add(self, requests)
 
-Runner.start, Scheduler.add = starting, adding
+Runner.start_forward, Scheduler.add = starting, adding
 """
 
 

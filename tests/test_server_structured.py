@@ -203,18 +203,18 @@ def reasoning() -> Iterator[Served]:
 def calling(llm: LLM) -> Iterator[None]:
     """The model likes nothing more than to call something."""
     runner, (token, *_) = llm.engine_core.runner, llm.tokenizer.encode(" to=functions")
-    start = runner.start
+    start = runner.start_forward
 
     def started(*step: Any) -> None:
         start(*step)
         with torch.inference_mode():
             runner.logits[:, token] += 100
 
-    runner.start = started  # type: ignore[assignment]
+    runner.start_forward = started  # type: ignore[assignment]
     try:
         yield
     finally:
-        runner.start = start  # type: ignore[method-assign]
+        runner.start_forward = start  # type: ignore[method-assign]
 
 
 def said_of(path: str, answer: Any) -> tuple[str, str, list[Any]]:

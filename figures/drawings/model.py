@@ -189,8 +189,8 @@ def model() -> Drawing:
 
 # Threads, and the device, with their left edge, width and color.
 LANES = {
-    "caller's thread": (24, 178, BLUE),
-    "text thread": (208, 160, GREEN),
+    "caller's thread": (16, 174, BLUE),
+    "text thread": (195, 172, GREEN),
     "engine's thread": (382, 156, VERMILION),
     "device": (544, 132, PURPLE),
 }
@@ -203,11 +203,11 @@ HOPS = (
     ("engine's thread", "Engine.step", "Scheduler.schedule"),
     ("engine's thread", "Runner.launch", "the batch, one copy"),
     ("device", "Model.forward", "gives logits"),
-    ("device", "Runner.choose", "draws a token"),
+    ("device", "Runner.sample", "draws a token"),
     ("engine's thread", "Engine.collect", "waits; commits"),
     ("engine's thread", "Engine.emit", "an Event, queued"),
     ("text thread", "Reader.push", "tokens to text"),
-    ("text thread", "Collector.deliver", "sets the result"),
+    ("text thread", "FutureResult.deliver", "sets the result"),
     ("caller's thread", "RequestFuture.result", "list of RequestOutput"),
 )
 

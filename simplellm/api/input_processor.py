@@ -317,5 +317,5 @@ class Loaded:
 
     engine: EngineClient
     input_processor: InputProcessor
-    how: str  # which operations compute, and why
+    backend_reason: str  # which operations compute, and why
     weights_seconds: float  # that it took to read the weights

@@ -36,8 +36,8 @@ class LLM:
     and switches, and other keywords (``max_model_len=4096``) replace fields of it.
     ``dtype``, ``device``, ``random_weights`` and ``seed`` are those of `load_model`. On
     an NVIDIA GPU with bfloat16 the Triton kernels compute, in CUDA graphs, elsewhere
-    PyTorch; ``how`` and one line of the log "simplellm" say which, and why. Without a
-    tokenizer.json prompts are token ids. Raises ConfigError, CheckpointError,
+    PyTorch; ``backend_reason`` and one line of the log "simplellm" say which, and why.
+    Without a tokenizer.json prompts are token ids. Raises ConfigError, CheckpointError,
     TokenizerError, TypeError or ValueError, and MemoryError or torch.OutOfMemoryError
     before anything is loaded that cannot fit.
 
@@ -77,7 +77,7 @@ class LLM:
     def _begin(self, loaded: Loaded) -> None:
         self.engine: EngineClient = loaded.engine
         self.config = loaded.input_processor.config
-        self.how = loaded.how
+        self.backend_reason = loaded.backend_reason
         self.weights_seconds = loaded.weights_seconds
         self.input_processor = loaded.input_processor
         # What generation_config.json recommends, and the tokens that end a turn.

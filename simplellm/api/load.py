@@ -63,12 +63,12 @@ def load(
     input_processor = InputProcessor.open(path_of(path), source.config)
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
         beside.submit(input_processor.grammars.prepare)
-        engine, how, seconds = load_engine(source, config, dtype, device)
+        engine, why, seconds = load_engine(source, config, dtype, device)
     limit = engine.max_model_len
     input_processor = replace(
         input_processor, max_model_len=limit, compiler=input_processor.grammars.compile
     )
-    return Loaded(engine, input_processor, how, seconds)
+    return Loaded(engine, input_processor, why, seconds)
 
 
 def load_engine(
@@ -78,9 +78,9 @@ def load_engine(
 
     ``config`` has been resolved.
     """
-    operations, how = choose_operations(config, source, dtype, device)
+    operations, why = choose_operations(config, source, dtype, device)
     LOGGER.info(
-        "computing %s on %s with %s", title(source.config), name_of(device), how
+        "computing %s on %s with %s", title(source.config), name_of(device), why
     )
     mapped = device.type == "cpu" and source.mapped
     need = Need.of(source.config, config, dtype.itemsize, mapped=mapped)
@@ -96,7 +96,7 @@ def load_engine(
         if config.cuda_graphs and operations == "fused":
             sizes = bucket_sizes(engine.scheduler.max_num_seqs)
             engine.runner.capture(sizes, MIXED_SIZES)
-    return engine, how, weights_seconds
+    return engine, why, weights_seconds
 
 
 def load_model(

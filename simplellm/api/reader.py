@@ -245,7 +245,7 @@ def readers_of(
     ]
 
 
-class Collector:
+class FutureResult:
     """Sets a future's result when the last of its replies is done.
 
     A prompt that fails leaves the others of the call alone. It knows the future weakly:
@@ -306,7 +306,7 @@ def future_of(
     bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
     future = RequestFuture(owner, delivery, bar)
     try:
-        delivery.submit(Collector(future, samples, result).samples)
+        delivery.submit(FutureResult(future, samples, result).samples)
     except BaseException:
         bar.close()
         raise

@@ -380,7 +380,7 @@ def measure(
         rows = measure_cases(bench, cases, ground)
         return circumstances(model, target, command) | {
             "weights": "random" if random_weights else "checkpoint",
-            "backend": llm.how,
+            "backend": llm.backend_reason,
             "plan": asdict(plan),
             "config": asdict(config),
             "machine": asdict(machine),

@@ -94,7 +94,7 @@ def measure_row(llm: Any, name: str, nbytes: int, asks: bool) -> dict[str, Any]:
         "one": one,
         "eight": eight,
         "right": count_right(llm) if asks else "not asked",
-        "backend": llm.how,
+        "backend": llm.backend_reason,
     }
 
 

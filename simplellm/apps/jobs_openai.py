@@ -71,7 +71,7 @@ def read_request(
         service: Any = OfflineService(llm, ResponseStore())
         call = Call(service=service, request=None, id="")  # type: ignore[arg-type]
         call.body = endpoint.read_parsed(call, with_defaults(body, defaults))
-        return endpoint.answer(call)
+        return endpoint.handler(call)
     except Exception as error:
         refused = as_api_error(error, kind.known() if kind else LINE_FIELDS)
         if refused is None:

@@ -11,13 +11,13 @@ from simplellm.engine.snapshot import Snapshot
 from simplellm.engine.stats import Stats
 
 
-class UnfitError(EngineError):
+class RequestGrammarError(EngineError):
     """Its grammar failed; a retry on another replica would fail too."""
 
 
 def failure(what: str, cause: BaseException) -> EngineError:
     """The error for whoever waits, with what went wrong as its cause."""
-    kind = UnfitError if isinstance(cause, GrammarError) else EngineError
+    kind = RequestGrammarError if isinstance(cause, GrammarError) else EngineError
     error = kind(f"{what}: {cause!r}")
     error.__cause__ = cause
     return error

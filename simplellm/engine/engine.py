@@ -233,7 +233,7 @@ class Engine(EngineBase):
         if device.type == "cuda":  # a thread begins on the first GPU
             torch.cuda.set_device(device)
         try:
-            while self._obey():
+            while self._drain_inbox_until_launch():
                 with self.lock:
                     expired = self.scheduler.expire(time.monotonic())
                 for request in expired:
@@ -245,7 +245,7 @@ class Engine(EngineBase):
             self._die(error)
         self.events.put(None)
 
-    def _obey(self) -> bool:
+    def _drain_inbox_until_launch(self) -> bool:
         """Carry out what other threads asked for; wait while no step is due."""
         while True:
             with self.lock:  # whoever came before the closing is among the requests

@@ -71,18 +71,18 @@ class Runner:
         self.model, self.pool, self.manager = model, pool, manager
         self.max_num_seqs = config.max_num_seqs
         # Columns of a block table: a multiple of 16, so that kernels are compiled once.
-        self.pages = 16 * -(-max_model_len // (16 * pool.page_size))
+        self.table_width = 16 * -(-max_model_len // (16 * pool.page_size))
         seqs, self.device = config.max_num_seqs, model.device
         groups, tokens = len(pool.windows), config.max_num_batched_tokens
         drafts = config.max_drafts
         most = seqs + MOST_CHUNKS + drafts
-        size = Batch.size(tokens, most, self.pages, groups)
+        size = Batch.size(tokens, most, self.table_width, groups)
         # Two on the host: one is written while the other may still be on its way.
         self.staging = [pinned([size], torch.int32, self.device) for _ in range(2)]
         rows = seqs + drafts
         self.host_output = [pinned([rows], torch.int32, self.device) for _ in range(2)]
         self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
-        self.output = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.sampled_tokens = torch.zeros(rows, dtype=torch.int32, device=self.device)
         vocab_size = model.config.vocab_size
         self.logits = torch.zeros(rows, vocab_size, device=self.device)
         # Of steps with prompts that are captured.
@@ -93,8 +93,8 @@ class Runner:
         self.masks = Masks(vocab_size, rows, self.device)
         # Makes all tokens of earlier steps known, as a mask may need them.
         self.drain: Callable[[], None] = lambda: None
-        self.turn = 0
-        self.previous: dict[int, int] = {}  # request -> place of its token in output
+        self.buffer_index = 0
+        self.previous: dict[int, int] = {}  # request -> index into sampled_tokens
         self.scores: list[PromptScores] = []  # of the step under way
         self.captured: list[Captured] = []  # decode steps, by size
         self.mixed: list[Captured] = []  # steps with prompts, by size
@@ -118,7 +118,8 @@ class Runner:
 
         def padding(shape: CaptureShape) -> Callable[[], object]:
             tokens, most, chunks = shape
-            batch = self.view(self.inputs, tokens, most + chunks, self.pages, most)
+            rows, width = most + chunks, self.table_width
+            batch = self.view(self.inputs, tokens, rows, width, most)
             batch.pad()
             return partial(self.replayed, batch, shape)
 
@@ -148,20 +149,20 @@ class Runner:
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
         """Start to compute ``scheduled``, and to sample from what comes out."""
         rows = [row for chunk in scheduled for row in sample_positions(chunk)]
-        self.start(scheduled, rows)
+        self.start_forward(scheduled, rows)
         if any(row.needs_last_token for row in rows):
             self.drain()  # the device computes meanwhile
-        return self.choose(rows)
+        return self.sample(rows)
 
     @torch.inference_mode()
-    def start(
+    def start_forward(
         self, scheduled: Sequence[ScheduledChunk], sampling: Sequence[SamplePosition]
     ) -> None:
         """Start the forward pass of a step.
 
         Leaves the logits of ``sampling`` in ``logits``, their likeliest tokens in
-        ``output``, and what it finds of prompts in ``scores``. The next step writes
-        over all three.
+        ``sampled_tokens``, and what it finds of prompts in ``scores``. The next step
+        writes over all three.
         """
         self.pool.copy(self.manager.take_copies())
         rows = len(scheduled)
@@ -175,8 +176,8 @@ class Runner:
         # so more sequences, of no length.
         chunks += sum(len(chunk.request.drafts) for chunk in scheduled)
         shape = tokens, most + chunks, self._pages(scheduled), most
-        self.turn ^= 1
-        staging = self.staging[self.turn]
+        self.buffer_index ^= 1
+        staging = self.staging[self.buffer_index]
         self._fill(self.view(staging.numpy(), *shape), scheduled, decodes)
         size = Batch.size(*shape[:3], len(self.pool.windows))
         self.inputs[:size].copy_(staging[:size], non_blocking=True)
@@ -186,7 +187,7 @@ class Runner:
         if graph is not None:
             graph.replay()
         else:
-            hidden = self.model.forward(batch, self.pool, self.output)
+            hidden = self.model.forward(batch, self.pool, self.sampled_tokens)
         if graph is None or chunks:
             self._head(batch, hidden, len(sampling))
             self.scores = score_prompts(scheduled, hidden, self.model.head, self.logits)
@@ -196,7 +197,7 @@ class Runner:
         if count:
             fewer = count < len(batch.tokens)
             last = hidden[batch.samples[:count]] if fewer else hidden
-            self.output[:count] = self.model.head(last, self.logits[:count])
+            self.sampled_tokens[:count] = self.model.head(last, self.logits[:count])
 
     def replayed(self, batch: Batch, shape: CaptureShape) -> None:
         """What the graph of a step does.
@@ -204,7 +205,7 @@ class Runner:
         All decodes sample. How many of a step with prompts do is not known yet, so that
         the graph ends with their hidden states.
         """
-        hidden = self.model.forward(batch, self.pool, self.output)
+        hidden = self.model.forward(batch, self.pool, self.sampled_tokens)
         if shape.chunks:
             self.hidden[: shape.tokens] = hidden
         else:
@@ -257,36 +258,36 @@ class Runner:
     def _pages(self, scheduled: Sequence[ScheduledChunk]) -> int:
         """Columns of a step's block tables."""
         if self.device.type == "cuda":  # always the same, for graphs and kernels
-            return self.pages
+            return self.table_width
         ends = max(chunk.start + chunk.length for chunk in scheduled)
         return -(-ends // self.pool.page_size)
 
     @torch.inference_mode()
-    def choose(self, requests: Sequence[SamplePosition]) -> Flight:
+    def sample(self, requests: Sequence[SamplePosition]) -> Flight:
         """Sample a token for each of ``requests``, whose logits are there.
 
         Those of one request stand together, the one without drafts first.
         """
         count = len(requests)
         if count == 0:  # it is waited for all the same: its inputs are reused
-            return self._fetch(requests, Sampled(self.output[:0]))
+            return self._fetch(requests, Sampled(self.sampled_tokens[:0]))
         columns = self._columns_of(requests)
         counting = self.counts.arrange(requests)
         mask = self.masks.arrange(requests)
-        sampled = Sampled(self.output[:count])
+        sampled = Sampled(self.sampled_tokens[:count])
         changed = counting or mask is not None or columns.bias is not None
         if columns.random or changed or columns.logprobs is not None:
             steps = [request.num_output for request in requests]
             sampled = sample(
                 self.logits[:count],
-                self.output[:count],
+                self.sampled_tokens[:count],
                 columns,
                 upload(steps, torch.int64, self.device),
                 self.model.ops,
                 counts=self.counts if counting else None,
                 mask=mask,
             )
-            self.output[:count] = sampled.tokens
+            self.sampled_tokens[:count] = sampled.tokens
         return self._fetch(requests, sampled)
 
     def _columns_of(self, requests: Sequence[SamplePosition]) -> SamplingTensors:
@@ -307,9 +308,9 @@ class Runner:
 
     def _fetch(self, requests: Sequence[SamplePosition], sampled: Sampled) -> Flight:
         """Let the sampled tokens, and logprobs if there are any, come to the host."""
-        host_output = self.host_output[self.turn][: len(requests)]
+        host_output = self.host_output[self.buffer_index][: len(requests)]
         host_output.copy_(sampled.tokens, non_blocking=True)
-        logprobs = [*map(fetch, sampled.scores)]
+        logprobs = [*map(fetch, sampled.logprobs)]
         full = [*map(fetch, sampled.full)]
         scores = [p._replace(scores=[*map(fetch, p.scores)]) for p in self.scores]
         arrived = torch.cuda.Event() if self.device.type == "cuda" else None

@@ -80,11 +80,11 @@ class Sampled:
     """One token a row; the other fields are empty unless a row asked for logprobs."""
 
     tokens: Tensor  # int32 [B]
-    scores: Sequence[Tensor] = ()  # what `score` tells of the tokens
+    logprobs: Sequence[Tensor] = ()  # what `score` tells of the tokens
     full: Sequence[Tensor] = ()  # ids and logprobs [W, V] of W rows that want them all
 
 
-def change(
+def adjust_logits(
     logits: Tensor,
     columns: SamplingTensors,
     ops: Ops,
@@ -120,13 +120,13 @@ def sample(
     The draw is Gumbel-max: argmax(logits / temperature + noise) has exactly the
     distribution softmax(logits / temperature).
     """
-    scores = change(logits, columns, ops, counts, mask)
-    if scores is not logits:
-        best = scores.argmax(dim=-1).int()
+    adjusted = adjust_logits(logits, columns, ops, counts, mask)
+    if adjusted is not logits:
+        best = adjusted.argmax(dim=-1).int()
     tokens = best
     if columns.random:
         how = columns.temperature, columns.seeds, steps, columns.filters
-        tokens = ops.draw(scores, best, *how)
+        tokens = ops.draw(adjusted, best, *how)
     if counts is not None:
         counts.add(tokens)
     if columns.logprobs is None:

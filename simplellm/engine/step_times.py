@@ -20,8 +20,8 @@ def time_steps(runner: Runner) -> dict[int, float]:
     They write to the cache's first place, so that nothing may be there yet.
     """
     seconds, size, device = {}, 1, runner.device
-    pages = runner.pages if device.type == "cuda" else 1
-    while size <= min(len(runner.output), MOST_TOKENS):
+    pages = runner.table_width if device.type == "cuda" else 1
+    while size <= min(len(runner.sampled_tokens), MOST_TOKENS):
         numbers = Batch.size(size, size, pages, len(runner.pool.windows))
         flat = torch.zeros(numbers, dtype=torch.int32, device=device)
         batch = runner.view(flat, size, size, pages, size)

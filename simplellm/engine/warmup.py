@@ -14,7 +14,7 @@ from simplellm.checkpoint.checkpoint import RandomCheckpoint
 from simplellm.engine.graphs import MIXED_SIZES, CaptureShape, bucket_sizes
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
-from simplellm.engine.sampler import SamplingTensors, change
+from simplellm.engine.sampler import SamplingTensors, adjust_logits
 from simplellm.model.build import build
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.ops import Ops
@@ -40,11 +40,11 @@ def rehearse(runner: Runner, shape: CaptureShape, ops: Ops) -> None:
     """
     tokens, decodes, chunks = shape
     flat = torch.zeros_like(runner.inputs)
-    batch = runner.view(flat, tokens, decodes + chunks, runner.pages, decodes)
+    batch = runner.view(flat, tokens, decodes + chunks, runner.table_width, decodes)
     batch.pad()
     rows = decodes or 1
     model, logits = replace(runner.model, ops=ops), runner.logits[:rows]
-    hidden = model.forward(batch, runner.pool, runner.output)
+    hidden = model.forward(batch, runner.pool, runner.sampled_tokens)
     model.head(hidden[:rows], logits)
 
 
@@ -65,9 +65,11 @@ def rehearse_draw(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     some = counts.arrange([Request([0], 1, params)])
     columns = SamplingTensors.of([params], model.vocab_size, device)
     steps = torch.zeros(1, dtype=torch.int64, device=device)
-    logits = change(runner.logits[:1], columns, ops, counts if some else None, None)
+    logits = adjust_logits(
+        runner.logits[:1], columns, ops, counts if some else None, None
+    )
     how = columns.temperature, columns.seeds, steps, columns.filters
-    ops.draw(logits, runner.output[:1], *how)
+    ops.draw(logits, runner.sampled_tokens[:1], *how)
 
 
 def one_of_each(model: ModelConfig) -> ModelConfig:

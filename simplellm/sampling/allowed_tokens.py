@@ -57,7 +57,7 @@ class AllowedTokens:
                 self.bad_words[beginning[-1]].append((beginning, last))
             else:
                 allowed[last] = False
-        self.narrow = not allowed.all()
+        self.restricts_statically = not allowed.all()
         self.always = pack(allowed)
         self.before_min = without(self.always, request.stop_ids)  # before min_tokens
         # What masks.py has sent to the device, and what it is for.
@@ -70,7 +70,7 @@ class AllowedTokens:
         sampled = params.logprobs is not None or params.penalizes or params.restricts
         self.forces = not sampled
         # Tokens that the grammar forces next, and the request has not been given yet.
-        self.coming: list[int] = []
+        self.pending_forced: list[int] = []
 
     def completed(self, request: SamplePosition) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
@@ -103,23 +103,23 @@ class AllowedTokens:
         assert self.walk is not None
         new = request.tokens[request.num_prompt + self.walk.length :]
         self.walk.advance(new)
-        self.coming = self.coming[len(new) :]
-        if self.forces and not self.coming:
-            self.coming = self.walk.forced()
+        self.pending_forced = self.pending_forced[len(new) :]
+        if self.forces and not self.pending_forced:
+            self.pending_forced = self.walk.forced()
         count = request.max_tokens - request.num_output if several else 1
-        return self.coming[:count]
+        return self.pending_forced[:count]
 
-    def now(self, request: SamplePosition) -> tuple[bool, Collection[int]]:
+    def mask_state(self, request: SamplePosition) -> tuple[bool, Collection[int]]:
         """What `bits` depend on."""
         early = request.num_output < request.params.min_tokens
         return early, self.completed(request)
 
-    def limit(self, bits: Bits, request: SamplePosition) -> None:
+    def restrict(self, bits: Bits, request: SamplePosition) -> None:
         """Clear in ``bits``, the grammar's, what else the request may not get.
 
         Unless that would leave no token.
         """
-        early, completed = self.now(request)
-        if early or completed or self.narrow:
+        early, completed = self.mask_state(request)
+        if early or completed or self.restricts_statically:
             left = bits & self.bits(early, completed)
             bits[:] = left if left.any() else bits

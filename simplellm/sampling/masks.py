@@ -29,7 +29,7 @@ def on_device(
     allowed: AllowedTokens, request: SamplePosition, device: torch.device
 ) -> Tensor:
     """The bits for the next token, int32 [W]: the same tensor while they stay."""
-    state = allowed.now(request)
+    state = allowed.mask_state(request)
     if allowed.row is None or allowed.state != state:
         bits = allowed.bits(*state).view(np.int32)
         allowed.row, allowed.state = upload(bits, torch.int32, device), state
@@ -127,5 +127,5 @@ class Masks:
                 owner = (
                     request.request if isinstance(request, DraftPosition) else request
                 )
-                self.allowed[owner].limit(row, request)
+                self.allowed[owner].restrict(row, request)
         return staging.to(self.device, non_blocking=True, copy=True)

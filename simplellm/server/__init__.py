@@ -20,10 +20,10 @@ To add an endpoint, write one file:
    server is strict. All other names are ignored. The OpenAPI document and /docs are
    made from the same models. Another `Body` may declare the parameters behind the
    path's "?".
-2. A function ``answer(call)``, which may run in a worker thread. It raises TypeError or
-   ValueError for what cannot run (400; a `ParameterError` names its parameter) or
-   `APIError` for other refusals. It returns a dict (JSON), a Starlette response, an
-   awaitable of either, or a `Generation`.
+2. Its ``handler``, a function of the `Call`, which may run in a worker thread. It
+   raises TypeError or ValueError for what cannot run (400; a `ParameterError` names its
+   parameter) or `APIError` for other refusals. It returns a dict (JSON), a Starlette
+   response, an awaitable of either, or a `Generation`.
 3. A subclass of `Generation` if the model is asked: the checked requests (from
    ``call.service.llm.input_processor``), and what is said of their replies. ``first``,
    ``part`` and ``last`` give the events of a stream and ``whole`` the one object

@@ -240,7 +240,7 @@ def count_message_tokens(call: Call) -> dict[str, Any]:
 MESSAGES = [
     Endpoint(
         path="/v1/messages",
-        answer=AnthropicMessage,
+        handler=AnthropicMessage,
         body=MessageBody,
         result=answers.ANTHROPIC_MESSAGE,
         form=anthropic_form,
@@ -248,7 +248,7 @@ MESSAGES = [
     ),
     Endpoint(
         path="/v1/messages/count_tokens",
-        answer=count_message_tokens,
+        handler=count_message_tokens,
         result=answers.INPUT_TOKENS,
         body=CountBody,
         form=anthropic_form,

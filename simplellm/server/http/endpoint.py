@@ -219,7 +219,7 @@ class Endpoint:
     """One method of one path."""
 
     path: str
-    answer: Callable[[Call], Any]  # a dict, a Response, a Generation, or awaits one
+    handler: Callable[[Call], Any]  # a dict, a Response, a Generation, or awaits one
     summary: str
     method: str = "POST"
     body: type[Body] | None = None
@@ -248,11 +248,11 @@ class Endpoint:
                 self.read(call, raw)
             if getattr(call.body, "compiles", False):
                 limiter = service.compiling
-                answer = await to_thread.run_sync(self.answer, call, limiter=limiter)
+                answer = await to_thread.run_sync(self.handler, call, limiter=limiter)
             elif len(raw) > LARGE_BODY or getattr(call.body, "recalls", False):
-                answer = await run_in_threadpool(self.answer, call)
+                answer = await run_in_threadpool(self.handler, call)
             else:
-                answer = self.answer(call)
+                answer = self.handler(call)
             if inspect.isawaitable(answer):
                 answer = await answer
         except Exception as error:
@@ -266,7 +266,7 @@ class Endpoint:
                 )
             raise api_error from None
         if isinstance(answer, Generation):
-            work = generate(call, answer, send)
+            work = write_answer(call, answer, send)
             await (work if answer.detached else while_there(receive, work))
             return
         response = answer if isinstance(answer, Response) else as_json(answer)
@@ -380,7 +380,7 @@ async def wait_until_gone(receive: Receive) -> None:
         pass
 
 
-async def generate(call: Call, answer: Generation, send: Send) -> None:
+async def write_answer(call: Call, answer: Generation, send: Send) -> None:
     """Run the requests of ``answer`` and write what it says of them.
 
     Nothing is sent before the first event is there: until then, whatever goes wrong can
@@ -391,7 +391,7 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
         # Whatever ends this ends the generator too, and with it the requests.
         async with (
             asyncio.timeout(service.timeout),
-            aclosing(texts(call, answer)) as written,
+            aclosing(chunks_with_retry(call, answer)) as written,
         ):
             async for data in written:
                 if not started:
@@ -430,8 +430,10 @@ def body_part(data: bytes, *, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
-    """What is written: one object, or a stream's events, those of a part together.
+async def chunks_with_retry(
+    call: Call, answer: Generation
+) -> AsyncGenerator[bytes, None]:
+    """Chunks of a body: one object, or a stream's events, those of a part together.
 
     If an engine's process ends before anything is, another engine may begin again. That
     happens once: it may have been the request that ended it.
@@ -439,7 +441,7 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     for last in (False, True):
         started = False
         try:
-            async with aclosing(attempt(call, answer)) as written:
+            async with aclosing(chunks(call, answer)) as written:
                 async for data in written:
                     started = True
                     yield data
@@ -449,8 +451,8 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
                 raise
 
 
-async def attempt(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
-    """`texts` of one engine."""
+async def chunks(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
+    """The chunks of a body, from one engine."""
     llm = call.service.llm
     watch = call.service.metrics.watch(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)

@@ -6,7 +6,7 @@ from typing import Any
 
 from simplellm.api.checks import ContextLengthError
 from simplellm.base.request import EngineError, QueueFullError
-from simplellm.engine.client import UnfitError
+from simplellm.engine.client import RequestGrammarError
 
 # JSON can go wrong in many ways. A body that has got past the checks is still to blame
 # for what it then breaks, but that is worth a line in the log.
@@ -106,7 +106,7 @@ def as_api_error(error: Exception, params: Container[str] = ()) -> APIError | No
             return APIError(400, str(error), param=param, code=TOO_LONG)
         case QueueFullError():
             return APIError(429, str(error), code="queue_full", headers=RETRY)
-        case UnfitError():
+        case RequestGrammarError():
             expected = "simpler structured_outputs, response format or tools"
             return APIError(400, f"{error}; expected {expected}", code="grammar_error")
         case EngineError():

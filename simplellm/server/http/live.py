@@ -169,7 +169,7 @@ def live_endpoints(service: Service) -> list[Endpoint]:
         Endpoint(
             method="GET",
             path="/live",
-            answer=Lookout(service).answer,
+            handler=Lookout(service).answer,
             summary="The engine at work, for the page at /.",
         )
     ]

@@ -209,7 +209,7 @@ def document_endpoints(
         Endpoint(
             method="GET",
             path="/openapi.json",
-            answer=get_document,
+            handler=get_document,
             open=True,
             summary="This document.",
         ),

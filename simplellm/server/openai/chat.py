@@ -147,7 +147,7 @@ class Chat(Generation):
 CHATS = [
     Endpoint(
         path="/v1/chat/completions",
-        answer=Chat,
+        handler=Chat,
         body=ChatBody,
         result=answers.CHAT,
         summary="The assistant's next turn in a conversation.",

@@ -218,7 +218,7 @@ class Completion(Generation):
 COMPLETIONS = [
     Endpoint(
         path="/v1/completions",
-        answer=Completion,
+        handler=Completion,
         body=CompletionBody,
         result=answers.COMPLETION,
         summary="Continue a prompt, text or token ids.",

@@ -350,7 +350,7 @@ ONE = "/v1/responses/{response}"
 RESPONSES = [
     Endpoint(
         path="/v1/responses",
-        answer=answer_response,
+        handler=answer_response,
         body=ResponseBody,
         result=answers.RESPONSE,
         summary="The assistant's next turn, as items.",
@@ -358,7 +358,7 @@ RESPONSES = [
     Endpoint(
         method="GET",
         path=ONE,
-        answer=get_response,
+        handler=get_response,
         query=ResponseQuery,
         result=answers.RESPONSE,
         summary="A response that is kept or being written.",
@@ -366,20 +366,20 @@ RESPONSES = [
     Endpoint(
         method="DELETE",
         path=ONE,
-        answer=delete_response,
+        handler=delete_response,
         result=answers.DELETED,
         summary="Forget a response.",
     ),
     Endpoint(
         path=f"{ONE}/cancel",
-        answer=cancel_response,
+        handler=cancel_response,
         result=answers.RESPONSE,
         summary="End a response that is being written.",
     ),
     Endpoint(
         method="GET",
         path=f"{ONE}/input_items",
-        answer=list_items,
+        handler=list_items,
         query=ItemsQuery,
         result=answers.INPUT_ITEMS,
         summary="What the model was asked for a response.",

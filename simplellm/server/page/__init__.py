@@ -83,7 +83,7 @@ def files_of(
             path=root
             if path.stem == "index"
             else below + path.name.removesuffix(".gz"),
-            answer=file_answer(path, more),
+            handler=file_answer(path, more),
             open=True,
             summary=summary,
         )

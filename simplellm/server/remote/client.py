@@ -295,10 +295,10 @@ def load_remote(
     except BaseException:
         engine.shutdown(cancel=True)
         raise
-    limit, how, seconds = (
-        reply[name] for name in ("max_model_len", "how", "weights_seconds")
+    limit, backend_reason, seconds = (
+        reply[name] for name in ("max_model_len", "backend_reason", "weights_seconds")
     )
     input_processor = replace(
         input_processor, max_model_len=limit, compiler=engine.compile
     )
-    return Loaded(engine, input_processor, how, seconds)
+    return Loaded(engine, input_processor, backend_reason, seconds)

@@ -65,11 +65,17 @@ class Core:
         self.config = source.config
         # Beside the weights: the first grammar would stop everybody.
         prepared = self.pool.submit(lambda: self.input_processor.grammars.prepare())
-        self.engine, how, seconds = load_engine(source, resolved, dtype, device)
+        self.engine, backend_reason, seconds = load_engine(
+            source, resolved, dtype, device
+        )
         self.engine.events = self.outgoing
         prepared.result()
         limit = self.engine.max_model_len
-        return {"how": how, "weights_seconds": seconds, "max_model_len": limit}
+        return {
+            "backend_reason": backend_reason,
+            "weights_seconds": seconds,
+            "max_model_len": limit,
+        }
 
     # What the server asks
 

@@ -26,7 +26,7 @@ from simplellm.base.request import (
 )
 from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import SamplingParams
-from simplellm.engine.client import UnfitError
+from simplellm.engine.client import RequestGrammarError
 
 LENGTH = struct.Struct("!I")
 READ_BYTES = 2**18  # bytes that are read at a time
@@ -36,7 +36,7 @@ UNSENT = ("stop", "structured_outputs")
 # Errors that stay what they are, by their names and their bases' names; PyTorch's own
 # becomes Python's, since the server lacks it.
 KEPT = (
-    *(UnfitError, EngineError, QueueFullError, GrammarError),
+    *(RequestGrammarError, EngineError, QueueFullError, GrammarError),
     *(TypeError, ValueError, MemoryError),
 )
 ERROR_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in KEPT}
