@@ -147,14 +147,14 @@ def smol_family(**changes):
         "names": decoder(),
         "defaults": COMMON | SMOLLM3_SIZES,
         "fields": nope,
-        "reads": ("no_rope_layers",),
+        "extra_keys": ("no_rope_layers",),
     }
     return Family(**{**right, **changes})
 
 
 @wrong("smollm3", "no_rope_layers is [1, 0, 1]; expected no")
 def does_not_read_the_list():
-    return smol_family(reads=())
+    return smol_family(extra_keys=())
 
 
 @wrong("smollm3", "has other logits")
