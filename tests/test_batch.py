@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from simplellm.model.batch import Batch
-from simplellm.model.gather import READ, bucket_by_length
+from simplellm.model.kv_gather import READ, bucket_by_length
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])

@@ -22,8 +22,8 @@ from simplellm.base.config import EngineConfig
 from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B, MODELS
 from simplellm.checkpoint.folder import EMBEDDED
-from simplellm.model import sizes
-from simplellm.model.sizes import kv_bytes, page_bytes, weight_bytes
+from simplellm.model import memory
+from simplellm.model.memory import kv_bytes, page_bytes, weight_bytes
 
 REFERENCE = json.loads(
     (Path(__file__).parents[1] / "figures/vllm-h200.json").read_text()
@@ -334,7 +334,7 @@ def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, b
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(
     known_machine, monkeypatch, capsys
 ):
-    monkeypatch.setattr(sizes, "free_bytes", lambda device: (12_300_000_000, 10**11))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (12_300_000_000, 10**11))
     options = "bench gpt-oss-120b --random-weights --device cpu".split()
     assert cli.main(options) != 0
     message = capsys.readouterr().err

@@ -14,7 +14,7 @@ from simplellm.apps.quantize import TARGETS, quantize_checkpoint
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.checkpoint.stored import tensors
-from simplellm.model.sizes import weight_bytes
+from simplellm.model.memory import weight_bytes
 
 ROOT = Path(__file__).parents[1]
 

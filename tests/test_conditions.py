@@ -26,8 +26,8 @@ from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.model.kv_pool import KVPool
+from simplellm.model.memory import Need, enough, weight_bytes
 from simplellm.model.ops import PLAIN
-from simplellm.model.sizes import Need, enough, weight_bytes
 
 GPU = torch.device("cuda")
 

@@ -30,7 +30,7 @@ from simplellm.checkpoint.families import ALL, FAMILIES, read_config
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.checkpoint.families.llama import LLAMA
 from simplellm.checkpoint.names import tensor_names
-from simplellm.model import sizes
+from simplellm.model import memory
 from simplellm.model.build import embed_transform
 from simplellm.model.ops import PLAIN
 from simplellm.model.ops_numpy import NUMPY
@@ -663,7 +663,7 @@ def test_positions_beyond_all_memory(theirs, tmp_path: Path, monkeypatch) -> Non
     """The angles of all positions are a table; there is a word about its size."""
     write(tmp_path, theirs("Llama").model)
     change(tmp_path, given(max_position_embeddings=2**31 - 1))
-    monkeypatch.setattr(sizes, "free_bytes", lambda device: (10**11, 10**11))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (10**11, 10**11))
     with pytest.raises(MemoryError, match=r"about 17\d\.\d for a step"):
         LLM(tmp_path, ENGINE, device="cpu")
 

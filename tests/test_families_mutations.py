@@ -23,9 +23,9 @@ from simplellm.model import (
     feed_forward,
     model,
     ops,
+    other_families,
     rope,
     rotations,
-    variants,
 )
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -54,7 +54,7 @@ LENGTH = "turns = scaling.original_max_position_embeddings"
 STRETCHED = "plain / scaling.factor * (1 - keep) + plain * keep"
 ROPE, CACHE = rotations.stretched_frequencies, ops.rope_and_cache
 TURNS = build.layer_rotations
-FEED, ROUTE = ops.dense, variants.route_among_all
+FEED, ROUTE = ops.dense, other_families.route_among_all
 TYPES = '("full_attention",) * full + ("sliding_attention",) * (count - full)'
 OTHER_TYPES = '("sliding_attention",) * full + ("full_attention",) * (count - full)'
 
@@ -78,15 +78,15 @@ MISTAKES = {
             "torch.float32) / (48 // 6))",
         ),
         "gate and up swapped": Mutation(
-            variants.gated, "gate, up = gate_up", "up, gate = gate_up"
+            other_families.gated, "gate, up = gate_up", "up, gate = gate_up"
         ),
         "gate and up interleaved": Mutation(
-            variants.gated,
+            other_families.gated,
             "gate_up.chunk(2, dim=-1)",
             "(gate_up[..., 0::2], gate_up[..., 1::2])",
         ),
         "GELU for SiLU": Mutation(
-            variants.gated, "return activation(gate)", "return gelu(gate)"
+            other_families.gated, "return activation(gate)", "return gelu(gate)"
         ),
         "norm without its weight": Mutation(
             ops.rms_norm, "x32 * scale * weight.float()", "x32 * scale"
@@ -160,7 +160,7 @@ MISTAKES = {
             feed_forward.route, "chosen.softmax(dim=-1)", GATHER
         ),
         "gate and up swapped": Mutation(
-            variants.gated, "gate, up = gate_up", "up, gate = gate_up"
+            other_families.gated, "gate, up = gate_up", "up, gate = gate_up"
         ),
         "the next expert's down": Mutation(
             feed_forward.experts, "mlp.down[expert]", "mlp.down[expert - 1]"
@@ -204,10 +204,14 @@ MISTAKES = {
             ops.add_norm, "norm.update, eps)", "norm.weight, eps)"
         ),
         "GELU without tanh": Mutation(
-            variants.gated, "return activation(gate)", "return functional.gelu(gate)"
+            other_families.gated,
+            "return activation(gate)",
+            "return functional.gelu(gate)",
         ),
         "SiLU for GELU": Mutation(
-            variants.gated, "return activation(gate)", "return functional.silu(gate)"
+            other_families.gated,
+            "return activation(gate)",
+            "return functional.silu(gate)",
         ),
     },
     "SmolLM3": {
@@ -226,12 +230,12 @@ MISTAKES = {
             checkpoint.assembled, "[part.mT for part in parts]", "parts"
         ),
         "mean not taken off": Mutation(
-            variants.layer_norm,
+            other_families.layer_norm,
             CENTERED,
             "(functional.rms_norm(x.float(), x.shape[-1:], weight, eps) + bias)",
         ),
         "norms' bias dropped": Mutation(
-            variants.layer_norm, "weight, bias, eps", "weight, None, eps"
+            other_families.layer_norm, "weight, bias, eps", "weight, None, eps"
         ),
         "positions dropped": Mutation(
             build.embed_transform, "x + table[positions]", "x"

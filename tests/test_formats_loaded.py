@@ -29,9 +29,9 @@ from simplellm.checkpoint.formats import SQUARES
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.checkpoint.stored import encoded, tensors
+from simplellm.model.memory import weight_bytes
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import NUMPY, is_small
-from simplellm.model.sizes import weight_bytes
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 

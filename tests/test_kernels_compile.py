@@ -19,16 +19,16 @@ from kernels_compiler import (
 )
 
 from simplellm.model.kernels import (
+    bandwidth,
     decode,
     draw,
     filters,
     linear,
     norm,
+    other_families,
     penalties,
     prefill,
-    read,
     rope,
-    variants,
 )
 from simplellm.model.kernels.launch import launcher
 
@@ -132,7 +132,7 @@ def norm_case(size, parts, sandwich):
 
 def activation_case(size, parts, activation):
     how = size, parts, activation, torch.bfloat16, None
-    start, _ = variants.activation_launcher(*how)
+    start, _ = other_families.activation_launcher(*how)
     first = "*bf16" if parts == 1 else "*fp32"
     return case_of(start, f"{first} *bf16 i32", "scales_ptr")
 
@@ -168,7 +168,7 @@ CASES = [
     case_of(PENALIZE, "*fp32 *i64 *i1 *i32 *fp32 *fp32 *fp32 i32"),
     case_of(DRAWN, "*i64 *i32 *fp32 *i32 i32"),
     case_of(norm.embed_launcher(2880), "*i32 *i32 *bf16 *bf16"),
-    Case(read.read_kernel, "*i32 *i32", {"BLOCK": 8192}, warps=8),
+    Case(bandwidth.read_kernel, "*i32 *i32", {"BLOCK": 8192}, warps=8),
     # Other families' attention
     *(case for heads in OTHER_HEADS for case in attention_cases(heads)),
     join_case(1, splits=64, heads=(4, 2, 256)),
@@ -194,7 +194,7 @@ MORE = [
 ONE_OF_EACH = list({case.kernel: case for case in reversed(CASES)}.values())
 
 
-NEVER_WAIT = norm.embed_kernel, read.read_kernel
+NEVER_WAIT = norm.embed_kernel, bandwidth.read_kernel
 # Of attention's programs, those without work do not wait, but there are always others.
 SOME_WAIT = decode.decode_kernel, prefill.prefill_kernel
 

@@ -18,7 +18,7 @@ from kernels_compiler import (
 )
 
 from simplellm.checkpoint.scaled import E4M3, Scaled
-from simplellm.model.kernels import linear, norm, quantized, rounding, variants
+from simplellm.model.kernels import linear, norm, other_families, quantized, rounding
 
 FORMATS = {  # tile, dtype and whether inputs are rounded
     "FP8 in blocks": ((128, 128), E4M3, True),
@@ -88,7 +88,7 @@ def activation_case(kind, size, parts):
     (_, columns), dtype, _ = FORMATS[kind]
     how = rounding.Rounding(columns or size, dtype)
     given = size, parts, "swiglu", torch.bfloat16, how
-    start, _ = variants.activation_launcher(*given)
+    start, _ = other_families.activation_launcher(*given)
     first = "*bf16" if parts == 1 else "*fp32"
     return case_of(start, f"{first} {NAMES[dtype]} *fp32 i32")
 

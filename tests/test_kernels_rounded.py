@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_kernels_other_families import make_dense
 from test_kernels_quantized import (
     CONFIGS,
     FORMATS,
@@ -12,7 +13,6 @@ from test_kernels_quantized import (
     inputs,
     scaled_mm,
 )
-from test_kernels_variants import make_dense
 
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.model import feed_forward
@@ -20,6 +20,12 @@ from simplellm.model.kernels import rounding
 from simplellm.model.kernels.launch import power_of_two
 from simplellm.model.kernels.linear import Gemv
 from simplellm.model.kernels.norm import add_norm
+from simplellm.model.kernels.other_families import (
+    activate_parts,
+    dense,
+    plainly,
+    rounded_norm,
+)
 from simplellm.model.kernels.quantized import choose_scaled, multiply_scaled, project
 from simplellm.model.kernels.rounding import (
     Rounded,
@@ -28,12 +34,6 @@ from simplellm.model.kernels.rounding import (
     multiply_by_library,
     round_rows,
     rounding_of,
-)
-from simplellm.model.kernels.variants import (
-    activate_parts,
-    dense,
-    plainly,
-    rounded_norm,
 )
 
 ROUNDED = ["FP8 in blocks", "FP8", "INT8"]

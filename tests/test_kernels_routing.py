@@ -12,7 +12,7 @@ from simplellm.model.kernels.routing import (
     max_blocks,
     route_tokens,
 )
-from simplellm.model.variants import route_among_all
+from simplellm.model.other_families import route_among_all
 
 exhaustive = pytest.mark.exhaustive
 

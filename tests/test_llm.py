@@ -35,7 +35,7 @@ from simplellm import (
 )
 from simplellm.api.outputs import merge
 from simplellm.base.request import Request
-from simplellm.model import sizes
+from simplellm.model import memory
 from simplellm.text.tokenizer import TokenizerError
 
 
@@ -415,7 +415,7 @@ def test_a_bar_is_closed_however_a_call_ends(
             closed.append(how)
             super().close()
 
-    monkeypatch.setattr("simplellm.api.reader.tqdm", Bar)
+    monkeypatch.setattr("simplellm.api.delivery.tqdm", Bar)
     with LLM(folder, SMALL, device="cpu", max_num_seqs=1, max_waiting=1) as llm:
         blocker = llm.stream([1], max_tokens=10_000, ignore_eos=True)
         next(blocker)
@@ -983,15 +983,15 @@ def test_a_hubs_name_says_how_to_download(name: str) -> None:
 def test_a_share_of_the_gpus_memory_is_what_is_left_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sizes, "free_bytes", lambda device: (60_000_000, 100_000_000))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (60_000_000, 100_000_000))
     gpu = torch.device("cuda")
 
     def bytes_of(**options: Any) -> int:
         config = EngineConfig(**options).resolved("cuda")
-        pages = sizes.num_pages(CONFIG, config, 2, gpu)
-        return pages * sizes.page_bytes(CONFIG, config.page_size, 2)
+        pages = memory.num_pages(CONFIG, config, 2, gpu)
+        return pages * memory.page_bytes(CONFIG, config.page_size, 2)
 
-    page = sizes.page_bytes(CONFIG, 64, 2)
+    page = memory.page_bytes(CONFIG, 64, 2)
     assert 0 <= 50_000_000 - bytes_of(gpu_memory_utilization=0.9) < page
     assert 0 <= 51_000_000 - bytes_of() < page
     with pytest.raises(ValueError, match="the room for pages"):

@@ -27,7 +27,7 @@ from simplellm.base.config import LAYER_TYPES
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, MODELS
 from simplellm.checkpoint.folder import recommended
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.model import sizes
+from simplellm.model import memory
 from simplellm.model.machine import find_device
 from simplellm.model.ops_numpy import UNPACKED_BYTES, is_small
 
@@ -278,7 +278,7 @@ def test_a_wrong_tokenizer_is_refused_before_the_weights_are_read(
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with 2 GB of memory; nothing is loaded on it."""
-    monkeypatch.setattr(sizes, "free_bytes", lambda device: (2 * 10**9, 3 * 10**9))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (2 * 10**9, 3 * 10**9))
     monkeypatch.setattr("simplellm.api.load.read_weights", None)
     yield
 

@@ -24,12 +24,12 @@ from simplellm import LLM, EngineConfig, load_model
 from simplellm.base.config import LAYER_TYPES
 from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.model import sizes
+from simplellm.model import memory
 from simplellm.model.layers import Experts, Layer
 from simplellm.model.model import CHUNK, Model
+from simplellm.model.offline_batch import check_tokens
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import FEW, NUMPY
-from simplellm.model.sequence import check_tokens
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
 SLIDING, FULL = LAYER_TYPES
@@ -251,7 +251,7 @@ def test_too_little_memory_is_told_before_anything_is_computed(
 ) -> None:
     model = models("alternating", "plain")
     broken = replace(model, ops=replace(PLAIN, embed=None))
-    monkeypatch.setattr(sizes, "free_bytes", lambda device: (10**5, 10**9))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (10**5, 10**9))
     with pytest.raises(MemoryError, match="the logits of 2000 tokens take"):
         broken.logits(prompt(TINY, 2000))
 

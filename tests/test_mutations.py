@@ -19,7 +19,7 @@ from test_oracle import FP32_TOLERANCE, their_logits
 from simplellm import load_model
 from simplellm.checkpoint import mxfp4 as weights
 from simplellm.model import attention, feed_forward, model, ops, ops_numpy, rope
-from simplellm.model import gather as reads
+from simplellm.model import kv_gather as reads
 
 TILED = "k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))\n    "
 SOFTMAX_FIRST = "expert_ids, logits.softmax(dim=-1).gather(-1, expert_ids)"

@@ -23,9 +23,9 @@ from simplellm import load_model
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
+from simplellm.model.offline_batch import PAGE, one_sequence
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import NUMPY
-from simplellm.model.sequence import PAGE, one_sequence
 
 # Relative error of each position's logits in float32. Correct implementations show up
 # to 1.5e-6: float32 rounding, added up in another order and carried through the

@@ -20,8 +20,8 @@ from drawings.svg import (
 )
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.names import axes
+from simplellm.model.memory import position_bytes
 from simplellm.model.rope import yarn_frequencies
-from simplellm.model.sizes import position_bytes
 
 
 def heads() -> Drawing:

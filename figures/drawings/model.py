@@ -26,7 +26,7 @@ from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.checkpoint.names import is_expert_weight, packed_shapes, tensor_shapes
-from simplellm.model.sizes import position_bytes
+from simplellm.model.memory import position_bytes
 
 SMALL_MODEL = read_config(EMBEDDED / "config.json")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from simplellm.api.checks import Messages, Prompt, is_several
+from simplellm.api.delivery import Delivery, RequestFuture, Samples, future_of
 from simplellm.api.input_processor import MAX_SAMPLES, Loaded
 from simplellm.api.outputs import ChatOutput, RequestOutput
-from simplellm.api.reader import Delivery, RequestFuture, Samples, future_of
 from simplellm.api.reply import ChatReply, Reply, TextReply
 from simplellm.api.results import outputs, turn, turns
 from simplellm.api.streams import AsyncStream, Replies, Stream

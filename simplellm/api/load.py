@@ -35,10 +35,10 @@ from simplellm.engine.warmup import warm_up
 from simplellm.model.build import build, plain_norm
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.machine import find_device, find_dtype, name_of, on, why_not_triton
+from simplellm.model.memory import Need, count_parameters, enough, num_pages
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import NUMPY, is_small
-from simplellm.model.sizes import Need, count_parameters, enough, num_pages
 
 LOGGER = logging.getLogger("simplellm")
 BIG = 2**28  # parameters from which on loading shows a progress bar

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from simplellm.api.delivery import Reader
 from simplellm.api.outputs import ChatOutput, RequestOutput, Usage
-from simplellm.api.reader import Reader
 from simplellm.base.request import EngineError
 
 Readers = Sequence[Sequence[Reader]]  # of `Samples`

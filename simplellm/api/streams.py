@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from simplellm.api.delivery import END, Delivery, Samples, readers_of
 from simplellm.api.outputs import Usage, merge
-from simplellm.api.reader import END, Delivery, Samples, readers_of
 from simplellm.api.results import usage
 
 Part = TypeVar("Part")

@@ -40,7 +40,7 @@ from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.engine.stats import Meter, quantile
 from simplellm.model.machine import find_device, find_dtype
-from simplellm.model.sizes import kv_bytes, weight_bytes
+from simplellm.model.memory import kv_bytes, weight_bytes
 
 CONTEXT_STEPS = 64  # decodes at a long context, once all prompts are computed
 PREFILL_RUNS = 3

@@ -27,7 +27,7 @@ from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_sh
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import encoded
 from simplellm.model.machine import find_device, find_dtype
-from simplellm.model.sizes import weight_bytes
+from simplellm.model.memory import weight_bytes
 
 BATCHES, INPUT_LEN, OUTPUT_LEN = (1, 8), 128, 64
 PROBLEMS = EMBEDDED / "problems.json"  # held out, made by tools/embedded/problems.py

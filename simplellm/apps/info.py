@@ -15,7 +15,7 @@ from simplellm.checkpoint.folder import is_gguf
 from simplellm.checkpoint.formats import FLOATS, format_names
 from simplellm.checkpoint.names import kind
 from simplellm.checkpoint.source import Source
-from simplellm.model.sizes import count_parameters
+from simplellm.model.memory import count_parameters
 
 ROW = "{:<12}  {:<11}  {:>17}  {:>16}  {:>7}"
 

@@ -34,7 +34,7 @@ def read_speed(device: torch.device, nbytes: int) -> float:
     x = torch.ones(nbytes // 4, dtype=torch.int32, device=device)
     read: Callable[[Tensor], Tensor] = torch.sum
     if device.type == "cuda" and find_spec("triton"):
-        from simplellm.model.kernels.read import read_memory as read
+        from simplellm.model.kernels.bandwidth import read_memory as read
     elif device.type == "cpu":
         x = x.view(torch.float32)  # the sum of integers takes longer than reading them
     return nbytes / shortest(lambda: read(x), device)

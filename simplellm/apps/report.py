@@ -18,8 +18,8 @@ from rich.table import Table
 
 from simplellm import __version__
 from simplellm.model.machine import name_of
+from simplellm.model.memory import weight_bytes
 from simplellm.model.model import Model
-from simplellm.model.sizes import weight_bytes
 
 FORMATS = (".svg", ".png", ".pdf")  # of a plot
 

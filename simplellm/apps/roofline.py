@@ -7,7 +7,7 @@ reads and multiplies is measured by `peaks`.
 from dataclasses import dataclass
 
 from simplellm.base.config import ModelConfig
-from simplellm.model.sizes import count_parameters, kv_bytes, weight_bytes
+from simplellm.model.memory import count_parameters, kv_bytes, weight_bytes
 
 
 def distinct_experts(config: ModelConfig, tokens: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from simplellm.model.gather import GatherPlan, plan_gathers
+from simplellm.model.kv_gather import GatherPlan, plan_gathers
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.model.layers import Dense, Experts
-from simplellm.model.variants import ACTIVATIONS, route_among_all
+from simplellm.model.other_families import ACTIVATIONS, route_among_all
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -62,7 +62,7 @@ class Dense:
     gate_up_bias: Tensor | None  # [2I] or [I]
     down: Weight  # [hidden, I]
     down_bias: Tensor | None  # [hidden]
-    activation: str = "swiglu"  # a key of `simplellm.model.variants.ACTIVATIONS`
+    activation: str = "swiglu"  # a key of `simplellm.model.other_families.ACTIVATIONS`
 
     def forward(self, ops: Any, x: Tensor, num_tokens: Tensor) -> Tensor:
         """What this part of a layer adds to each token."""

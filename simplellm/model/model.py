@@ -14,9 +14,9 @@ from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.layers import Layer, Norm
+from simplellm.model.memory import check_room, page_bytes
+from simplellm.model.offline_batch import PAGE, check_tokens, one_sequence
 from simplellm.model.ops import Ops
-from simplellm.model.sequence import PAGE, check_tokens, one_sequence
-from simplellm.model.sizes import check_room, page_bytes
 
 CHUNK = 2048  # tokens of a sequence that `Model.logits` computes at once
 

@@ -34,8 +34,8 @@ from simplellm.model.layers import (
     Norm,
     SandwichNorm,
 )
+from simplellm.model.other_families import layer_norm
 from simplellm.model.rope import rotate
-from simplellm.model.variants import layer_norm
 from simplellm.sampling.filters import Filters, filter_tokens
 
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simplellm.server import page
 from simplellm.server.anthropic import messages
-from simplellm.server.http import facts
+from simplellm.server.http import small_endpoints
 from simplellm.server.http.endpoint import (
     LOGGER,
     Call,
@@ -44,7 +44,7 @@ ENDPOINTS: list[Endpoint] = [
     *chat.CHATS,
     *responses.RESPONSES,
     *messages.MESSAGES,
-    *facts.FACTS,
+    *small_endpoints.SMALL_ENDPOINTS,
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
 ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's name for it and Anthropic's

@@ -18,7 +18,7 @@ from drawings.weights import real_weight, sources
 from simplellm import LLM
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.names import tensor_shapes
-from simplellm.model.sizes import weight_bytes
+from simplellm.model.memory import weight_bytes
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "figures"

@@ -26,11 +26,11 @@ from simplellm.model.build import build
 from simplellm.model.feed_forward import route
 from simplellm.model.kernels.fragments import Fragments, unpack
 from simplellm.model.kernels.fused import fused
-from simplellm.model.kernels.variants import plainly
+from simplellm.model.kernels.other_families import plainly
 from simplellm.model.layers import Attention, Experts, Layer
+from simplellm.model.memory import weight_bytes
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
-from simplellm.model.sizes import weight_bytes
 
 PAGE = 64
 MAX_NUM_SEQS = 256

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4, quantize
 from simplellm.model.layers import Experts
-from simplellm.model.sizes import count_parameters
+from simplellm.model.memory import count_parameters
 
 
 def seeded(*shape, seed=0, scale=1.0):

@@ -10,8 +10,8 @@ from simplellm.base.config import ModelConfig
 from simplellm.checkpoint.names import NAMES
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.layers import Attention, Dense, Experts, Layer
+from simplellm.model.offline_batch import PAGE, one_sequence
 from simplellm.model.ops import PLAIN
-from simplellm.model.sequence import PAGE, one_sequence
 
 EPS = 1e-5
 HIDDEN, HEADS, KV_HEADS, DIM, NUM_EXPERTS, INNER, VOCAB = 24, 4, 2, 8, 5, 16, 40

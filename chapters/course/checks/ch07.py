@@ -10,7 +10,7 @@ from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.model.attention import attention
-from simplellm.model.gather import bucket_by_length
+from simplellm.model.kv_gather import bucket_by_length
 
 
 def attend_in_chunks(cache, sizes, compare):

@@ -12,7 +12,7 @@ from course.checks.loads import beyond
 from simplellm.apps.roofline import Machine
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.model.sizes import count_parameters, kv_bytes, weight_bytes
+from simplellm.model.memory import count_parameters, kv_bytes, weight_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 1024  # elements on either side of a guarded tensor

@@ -5,14 +5,14 @@ computes is said by the function of the same name in `simplellm.model.ops`; `fus
 puts them together in a table of operations.
 
 - `fused.py` the table, `launch.py` starting kernels, `compiling.py` compiling them side
-  by side at load, `keys.py` numbers with their indices as one int64.
+  by side at load, `argmax_keys.py` numbers with their indices as one int64.
 - `norm.py`, `rope.py`, `linear.py`, `head.py`: the small parts of a layer and the head;
-  `variants.py` and `gated.py` what other families need besides.
+  `other_families.py` and `gated.py` what other families need besides.
 - `attention.py` chooses between `prefill.py` and `decode.py`, both made of the parts in
   `softmax.py`; `flash.py` is flash-attn.
 - `sorting.py`, `routing.py`, `experts.py`, `experts_one.py`, `fragments.py`: experts in
   MXFP4; `grouped.py` and `grouped_few.py` those of other formats.
 - `quantized.py`, `scales.py` and `rounding.py`: weights of 8 bits, and inputs.
 - `draw.py`, `filters.py`, `penalties.py`: choosing tokens.
-- `read.py` measures how fast memory is read.
+- `bandwidth.py` measures how fast memory is read.
 """

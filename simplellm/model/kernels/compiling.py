@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from simplellm.model.kernels.variants import plainly, prepare_weights
+from simplellm.model.kernels.other_families import plainly, prepare_weights
 from simplellm.model.layers import Experts
 from simplellm.model.ops import PLAIN, Ops
 

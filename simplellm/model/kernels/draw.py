@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm.model.kernels.argmax_keys import LOWEST, index_of, largest_key, ordered
 from simplellm.model.kernels.filters import COLUMNS, bounds, depth_of
-from simplellm.model.kernels.keys import LOWEST, index_of, largest_key, ordered
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
 from simplellm.sampling.filters import Filters
 

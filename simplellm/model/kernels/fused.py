@@ -11,10 +11,10 @@ from simplellm.model.kernels.draw import draw
 from simplellm.model.kernels.experts import experts as packed_experts
 from simplellm.model.kernels.grouped import experts
 from simplellm.model.kernels.norm import add_norm, embed
+from simplellm.model.kernels.other_families import dense, prepare
 from simplellm.model.kernels.penalties import penalize
 from simplellm.model.kernels.quantized import head, project
 from simplellm.model.kernels.rope import rope_and_cache
-from simplellm.model.kernels.variants import dense, prepare
 from simplellm.model.ops import Ops
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.model.kernels.keys import index_of, largest_key
+from simplellm.model.kernels.argmax_keys import index_of, largest_key
 from simplellm.model.kernels.launch import launcher, pdl_wait
 from simplellm.model.kernels.linear import (
     INVARIANT,

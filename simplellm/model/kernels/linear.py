@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from simplellm.checkpoint.scaled import LEAST_TILE
+from simplellm.model.kernels.argmax_keys import LOWEST, ordered
 from simplellm.model.kernels.gated import apply_gate, gate_and_up_rows
-from simplellm.model.kernels.keys import LOWEST, ordered
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
 from simplellm.model.kernels.scales import (
     gemv_scales,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.model.kernels.keys import LOWEST, index_of, ordered
+from simplellm.model.kernels.argmax_keys import LOWEST, index_of, ordered
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.linear import project_exactly
 from simplellm.model.kernels.sorting import (

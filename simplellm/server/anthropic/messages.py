@@ -17,7 +17,7 @@ from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
 from simplellm.server.anthropic.blocks import RAW
 from simplellm.server.anthropic.messages_body import CountBody, MessageBody
-from simplellm.server.http import answers
+from simplellm.server.http import response_schemas
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import APIError, anthropic_form
 from simplellm.server.openai.responses_output import item_kind
@@ -242,14 +242,14 @@ MESSAGES = [
         path="/v1/messages",
         handler=AnthropicMessage,
         body=MessageBody,
-        result=answers.ANTHROPIC_MESSAGE,
+        result=response_schemas.ANTHROPIC_MESSAGE,
         form=anthropic_form,
         summary="The assistant's next turn, as Anthropic's clients ask for it.",
     ),
     Endpoint(
         path="/v1/messages/count_tokens",
         handler=count_message_tokens,
-        result=answers.INPUT_TOKENS,
+        result=response_schemas.INPUT_TOKENS,
         body=CountBody,
         form=anthropic_form,
         summary="How many tokens such a conversation has.",

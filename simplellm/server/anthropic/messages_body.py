@@ -20,7 +20,6 @@ from simplellm.server.anthropic.blocks import (
     with_role,
 )
 from simplellm.server.anthropic.client_tools import CUSTOM_TOOL, built_in
-from simplellm.server.http.answers import list_of
 from simplellm.server.http.bodies import (
     NOT_HERE,
     SHARED_UNSUPPORTED,
@@ -34,6 +33,7 @@ from simplellm.server.http.bodies import (
     refuse,
 )
 from simplellm.server.http.errors import APIError
+from simplellm.server.http.response_schemas import list_of
 from simplellm.server.openai.chat_messages import refuse_unread
 from simplellm.server.openai.tools import ClientTools, shown_name
 from simplellm.text.dialects.dialect import Dialect

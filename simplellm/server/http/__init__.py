@@ -3,6 +3,6 @@
 `endpoint.py` has a request's way from its body to its answer. `bodies.py` reads bodies:
 what is taken, mapped, refused and ignored. `errors.py` says what went wrong, `sse.py`
 writes streams. `openapi.py` makes the OpenAPI document of the same models, with the
-answers of `answers.py`. `facts.py` has the small endpoints, `metrics.py` what /metrics
-tells and `live.py` what /live does.
+answers of `response_schemas.py`. `small_endpoints.py` has models, tokens and health,
+`metrics.py` what /metrics tells and `live.py` what /live does.
 """

@@ -27,9 +27,9 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from simplellm.api.delivery import END
 from simplellm.api.llm import LLM
 from simplellm.api.outputs import Usage
-from simplellm.api.reader import END
 from simplellm.api.streams import Replies
 from simplellm.base.request import EngineError
 from simplellm.base.request_spec import RequestSpec

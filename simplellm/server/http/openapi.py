@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from simplellm import __version__
-from simplellm.server.http.answers import TEXT, object_of, one
 from simplellm.server.http.bodies import Body, SampledBody, Sampling
 from simplellm.server.http.endpoint import Call, Endpoint, Service
 from simplellm.server.http.errors import anthropic_form, openai_form
+from simplellm.server.http.response_schemas import TEXT, object_of, one
 
 REFERENCE = "#/components/schemas/{model}"
 SHARED = {

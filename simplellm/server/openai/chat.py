@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from simplellm.api.outputs import ChatChoice, Usage
-from simplellm.server.http import answers
+from simplellm.server.http import response_schemas
 from simplellm.server.http.bodies import (
     checked_samples,
 )
@@ -149,7 +149,7 @@ CHATS = [
         path="/v1/chat/completions",
         handler=Chat,
         body=ChatBody,
-        result=answers.CHAT,
+        result=response_schemas.CHAT,
         summary="The assistant's next turn in a conversation.",
     )
 ]

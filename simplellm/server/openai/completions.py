@@ -12,7 +12,7 @@ from simplellm.api.input_processor import MAX_SAMPLES, as_prompts
 from simplellm.api.outputs import RequestOutput, Usage
 from simplellm.base.config import expect
 from simplellm.base.sampling_params import MAX_LOGPROBS
-from simplellm.server.http import answers
+from simplellm.server.http import response_schemas
 from simplellm.server.http.bodies import (
     SHARED_UNSUPPORTED,
     ResponseFormat,
@@ -220,7 +220,7 @@ COMPLETIONS = [
         path="/v1/completions",
         handler=Completion,
         body=CompletionBody,
-        result=answers.COMPLETION,
+        result=response_schemas.COMPLETION,
         summary="Continue a prompt, text or token ids.",
     )
 ]

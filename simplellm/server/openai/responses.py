@@ -14,7 +14,7 @@ from simplellm.api.input_processor import ContextLengthError
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
 from simplellm.base.config import expect
-from simplellm.server.http import answers, sse
+from simplellm.server.http import response_schemas, sse
 from simplellm.server.http.bodies import NOT_HERE, Body, Unsupported
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import TOO_LONG, APIError, as_api_error
@@ -352,7 +352,7 @@ RESPONSES = [
         path="/v1/responses",
         handler=answer_response,
         body=ResponseBody,
-        result=answers.RESPONSE,
+        result=response_schemas.RESPONSE,
         summary="The assistant's next turn, as items.",
     ),
     Endpoint(
@@ -360,20 +360,20 @@ RESPONSES = [
         path=ONE,
         handler=get_response,
         query=ResponseQuery,
-        result=answers.RESPONSE,
+        result=response_schemas.RESPONSE,
         summary="A response that is kept or being written.",
     ),
     Endpoint(
         method="DELETE",
         path=ONE,
         handler=delete_response,
-        result=answers.DELETED,
+        result=response_schemas.DELETED,
         summary="Forget a response.",
     ),
     Endpoint(
         path=f"{ONE}/cancel",
         handler=cancel_response,
-        result=answers.RESPONSE,
+        result=response_schemas.RESPONSE,
         summary="End a response that is being written.",
     ),
     Endpoint(
@@ -381,7 +381,7 @@ RESPONSES = [
         path=f"{ONE}/input_items",
         handler=list_items,
         query=ItemsQuery,
-        result=answers.INPUT_ITEMS,
+        result=response_schemas.INPUT_ITEMS,
         summary="What the model was asked for a response.",
     ),
 ]

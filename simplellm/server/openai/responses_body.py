@@ -7,7 +7,6 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from simplellm.api.chat_options import Format, as_format
 from simplellm.base.config import MAX_SIZE, expect, expect_type, one_of
-from simplellm.server.http.answers import list_of
 from simplellm.server.http.bodies import (
     FORMATS,
     NOT_HERE,
@@ -21,6 +20,7 @@ from simplellm.server.http.bodies import (
     Unsupported,
     an_object,
 )
+from simplellm.server.http.response_schemas import list_of
 from simplellm.server.openai.chat_body import (
     named_schema,
     offered_tools,

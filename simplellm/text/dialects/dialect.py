@@ -15,8 +15,8 @@ from simplellm.base.config import (
 )
 from simplellm.base.files import SmallFiles
 from simplellm.base.grammar import Grammar
+from simplellm.text.dialects.call_forms import CallForm, tags_grammar
 from simplellm.text.dialects.encoder import needs, read_tokenizer
-from simplellm.text.dialects.forms import CallForm, tags_grammar
 from simplellm.text.dialects.tags import TagParser
 from simplellm.text.harmony import (
     HarmonyParser,

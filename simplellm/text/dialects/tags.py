@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from simplellm.base.grammar import Grammar
 from simplellm.text.detokenizer import StreamDecoder
-from simplellm.text.dialects.forms import (
+from simplellm.text.dialects.call_forms import (
     ANSWER,
     ARGUMENTS,
     BREAKS,

@@ -9,7 +9,7 @@ from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.model import feed_forward
 from simplellm.model.feed_forward import linear
-from simplellm.model.sizes import count_parameters
+from simplellm.model.memory import count_parameters
 from wrong import wrong
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from simplellm.model.attention import attention
-from simplellm.model.gather import GatherPlan, bucket_by_length
+from simplellm.model.kv_gather import GatherPlan, bucket_by_length
 from wrong import wrong
 
 

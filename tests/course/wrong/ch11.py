@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from simplellm.model.kernels.keys import LOWEST, ordered
+from simplellm.model.kernels.argmax_keys import LOWEST, ordered
 from simplellm.model.kernels.norm import sum_parts
 from simplellm.model.kernels.softmax import (
     find_rows,

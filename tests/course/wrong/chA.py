@@ -6,8 +6,8 @@ import queue
 from dataclasses import replace
 from typing import Any
 
+from simplellm.api.delivery import END, Reader
 from simplellm.api.outputs import is_reasoning
-from simplellm.api.reader import END, Reader
 from simplellm.server.http.sse import DONE, HEADERS, event
 from simplellm.server.openai.deltas import Turn, new_call_id
 from simplellm.text.harmony.openai import function_name

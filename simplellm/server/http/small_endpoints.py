@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from simplellm.base.config import expect
 from simplellm.base.request import EngineError
-from simplellm.server.http import answers
+from simplellm.server.http import response_schemas
 from simplellm.server.http.bodies import Body, Effort, Several
 from simplellm.server.http.endpoint import Call, Endpoint
 from simplellm.server.openai.chat_messages import ChatMessage, Tools
@@ -130,32 +130,32 @@ async def metrics(call: Call) -> Response:
     return Response(text, headers={"content-type": PROMETHEUS})
 
 
-FACTS = [
+SMALL_ENDPOINTS = [
     Endpoint(
         method="GET",
         path="/v1/models",
         handler=list_models,
-        result=answers.MODEL_LIST,
+        result=response_schemas.MODEL_LIST,
         summary="The names that the model goes by.",
     ),
     Endpoint(
         method="GET",
         path="/v1/models/{model:path}",
         handler=get_model,
-        result=answers.MODEL,
+        result=response_schemas.MODEL,
         summary="One of them.",
     ),
     Endpoint(
         path="/tokenize",
         handler=tokenize,
-        result=answers.TOKEN_LIST,
+        result=response_schemas.TOKEN_LIST,
         body=TokenizeBody,
         summary="The token ids of a prompt or a chat.",
     ),
     Endpoint(
         path="/detokenize",
         handler=detokenize,
-        result=answers.PROMPT,
+        result=response_schemas.PROMPT,
         body=DetokenizeBody,
         summary="The text of token ids.",
     ),
@@ -163,7 +163,7 @@ FACTS = [
         method="GET",
         path="/health",
         handler=health,
-        result=answers.HEALTH,
+        result=response_schemas.HEALTH,
         open=True,
         summary="Whether the model can be asked: 503 if it can't.",
     ),

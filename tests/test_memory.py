@@ -20,8 +20,8 @@ from simplellm.checkpoint.families.gpt_oss import (
     MODELS,
 )
 from simplellm.checkpoint.names import NAMES, kind, tensor_names, tensor_shapes
-from simplellm.model import sizes
-from simplellm.model.sizes import (
+from simplellm.model import memory
+from simplellm.model.memory import (
     Counts,
     Need,
     activation_bytes,
@@ -216,7 +216,7 @@ def test_a_container_s_limit_counts(
     files: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Less what it has, but for pages of files that can be given back."""
-    monkeypatch.setattr(sizes, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     limit, used, stat, idle = files
     (tmp_path / "memory").mkdir()
     (tmp_path / limit).write_text("3000000\n")
@@ -231,7 +231,7 @@ def test_a_container_s_limit_counts(
 
 def test_ulimit_counts() -> None:
     code = (
-        "import resource, torch; from simplellm.model.sizes import free_bytes;"
+        "import resource, torch; from simplellm.model.memory import free_bytes;"
         "pages = int(open('/proc/self/statm').read().split()[0]);"
         "most = pages * resource.getpagesize() + 5 * 10**7;"
         "resource.setrlimit(resource.RLIMIT_AS, (most, most));"
@@ -249,10 +249,10 @@ def test_a_cpu_s_cache_follows_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
     each = page_bytes(GPT_OSS_20B, 16, 4)
     whole = kv_bytes(GPT_OSS_20B, 131_072, itemsize=4) + 2**28
     for free, room in ((2 * 10**9, 5 * 10**8), (10**8, 2**28), (10**12, whole)):
-        monkeypatch.setattr(sizes, "free_bytes", lambda device, n=free: (n, 2 * n))
+        monkeypatch.setattr(memory, "free_bytes", lambda device, n=free: (n, 2 * n))
         assert num_pages(GPT_OSS_20B, config, 4, CPU) == room // each
     few = replace(config, max_model_len=5000)
-    monkeypatch.setattr(sizes, "free_bytes", lambda device: (10**12, 10**12))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (10**12, 10**12))
     room = kv_bytes(GPT_OSS_20B, 5000, itemsize=4) + 2**28
     assert num_pages(GPT_OSS_20B, few, 4, CPU) == room // each
 

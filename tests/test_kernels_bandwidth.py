@@ -2,7 +2,7 @@
 
 import torch
 
-from simplellm.model.kernels.read import READ_BLOCK, read_memory
+from simplellm.model.kernels.bandwidth import READ_BLOCK, read_memory
 
 
 def test_it_reads_every_number(kernel_device):

@@ -17,8 +17,8 @@ from simplellm.checkpoint.scaled import Scaled
 from simplellm.model import ops
 from simplellm.model.kernels.fused import fused
 from simplellm.model.kernels.norm import add_norm
+from simplellm.model.kernels.other_families import dense, multiply_gated
 from simplellm.model.kernels.rounding import RoundedNorm
-from simplellm.model.kernels.variants import dense, multiply_gated
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.layers import Dense, Layer, LayerNorm, SandwichNorm
 from simplellm.model.model import Model
