@@ -15,8 +15,8 @@ from typing import NamedTuple
 from simplellm.base.request import UNKNOWN, Request
 from simplellm.engine.request_queues import RequestQueues
 
-# Tokens of prompts in a step that others decode in: so many take an H200 some 25 ms of
-# the 120b, and with up to 64 decodes they fit in the graph of 768.
+# Tokens of prompts in a step that others decode in. On an H200 such a step of the 120b
+# takes some 25 ms, and with up to 64 decodes it fits in a CUDA graph for 768 tokens.
 PREFILL_BESIDE_DECODES = 704
 
 
@@ -54,8 +54,8 @@ class Scheduler(RequestQueues):
         if self.prefill_chunk is None:
             return missing if missing <= budget else 0
         most = min(missing, self.prefill_chunk, budget)
-        # Decodes wait for the prompts. But the longer the line, the more of them: they
-        # cost less a token.
+        # Decodes in this step wait for its prompt tokens, so cap those. Raise the cap
+        # when many wait, since big chunks are cheaper per token.
         room = len(self.running) + PREFILL_BESIDE_DECODES * (1 + len(self.waiting) // 2)
         room -= self.max_num_batched_tokens - budget
         if most > room and any(r.missing == 1 and not r.complete for r in self.running):
@@ -174,10 +174,7 @@ class Scheduler(RequestQueues):
     def _keep(
         request: Request, first: int, tokens: Sequence[int]
     ) -> tuple[str | None, Sequence[int]]:
-        """Why the request ends with ``tokens`` from position ``first``, if it does.
-
-        Also returns the tokens up to that end.
-        """
+        """Why the request ends with these tokens, if it does, and those it keeps."""
         room = request.num_prompt + request.max_tokens - first
         for count, token in enumerate(tokens[:room], 1):
             if token in request.stop_ids:
