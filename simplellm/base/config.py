@@ -439,30 +439,38 @@ class EngineConfig:
     """The size of everything in an engine, and a switch for each mechanism.
 
     Where the default is None it suits the machine: the first four fields are filled in
-    by `resolved`; the others follow from the model and the memory. Raises TypeError or
-    ValueError.
+    by `resolved`; the others follow from the model and the memory. vLLM's names stand
+    in parentheses where they differ. Raises TypeError or ValueError.
     """
 
-    page_size: int = declared(None)  # tokens in a page
+    page_size: int = declared(None)  # tokens in a page (block_size)
     max_num_seqs: int = declared(None)  # that run at once
     max_num_batched_tokens: int = declared(None)  # in a step
-    prefill_chunk: int = declared(None)  # tokens of a prompt in a step
-    num_pages: int | None = declared(None, high=2**48)  # instead of cache_bytes
-    cache_bytes: int | None = declared(None, high=2**48)  # for keys and values
+    # Tokens of a prompt in a step (long_prefill_token_threshold).
+    prefill_chunk: int = declared(None)
+    # Instead of cache_bytes (num_gpu_blocks_override).
+    num_pages: int | None = declared(None, high=2**48)
+    # For keys and values (kv_cache_memory_bytes).
+    cache_bytes: int | None = declared(None, high=2**48)
     max_model_len: int | None = declared(None)  # tokens of prompt and output
     # The share of a GPU's memory that may be in use, the cache included; None: 85 % of
     # what is free once the model is loaded becomes the cache.
     gpu_memory_utilization: float | None = declared(None, above=0, high=1)
     max_waiting: int = declared(10_000)  # requests that wait; more are refused
     overtakes: int = declared(100, low=0)  # earlier requests that may be passed
-    share_prefixes: bool = True  # find the pages of equal prompts again
+    # Find the pages of equal prompts again (enable_prefix_caching).
+    share_prefixes: bool = True
     continuous: bool = True  # requests join a running batch; False: static batches
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step
-    cuda_graphs: bool = True  # replay steps instead of starting each of their kernels
-    overlap: bool = True  # schedule the next step while this one is computed
-    batch_invariant: bool = False  # tokens do not depend on other requests; slower
+    # Replay steps instead of starting each of their kernels (not enforce_eager).
+    cuda_graphs: bool = True
+    # Schedule the next step while this one is computed (async_scheduling).
+    overlap: bool = True
+    # Tokens do not depend on other requests; slower (VLLM_BATCH_INVARIANT).
+    batch_invariant: bool = False
     operations: Literal["auto", "plain", "fused"] = "auto"  # PyTorch's or Triton's
-    # Where drafts of the next tokens come from: "suffix", what the text said before.
+    # Where drafts of the next tokens come from: "suffix", what the text said before
+    # (method in speculative_config).
     speculative: Literal["suffix"] | None = None
     # Drafts of a request in a step; None: as many as are worth what they cost.
     num_speculative_tokens: int | None = declared(None, high=64)
