@@ -341,6 +341,8 @@ def answer(
     kernels = any(blank.is_kernel for blank in blanks)
     # NumPy's and Triton's operations are other functions than the chapters' plain ones.
     config = EngineConfig(operations="auto" if kernels else "plain")
+    if any(blank.module == "simplellm.engine.drafts" for blank in blanks):
+        config = config.changed({"speculative": "suffix"})
     threading.setprofile(count)
     sys.setprofile(count)
     with LLM(model, config) as llm:

@@ -34,14 +34,19 @@ CHAPTERS = {
     11: "the kernels",
     12: "full speed",
 }
-APPENDICES = {"A": "the server", "B": "the grammar", "C": "other models"}
+APPENDICES = {
+    "A": "the server",
+    "B": "the grammar",
+    "C": "other models",
+    "D": "drafts",
+}
 COLOR: dict[int | str, str] = {
     **dict.fromkeys((1, 9), BLUE),
     **dict.fromkeys((2, 3), ORANGE),
     **dict.fromkeys((4, 5, 6), VERMILION),
     **dict.fromkeys((7, 8), GREEN),
     **dict.fromkeys((10, 11, 12), PURPLE),
-    **dict.fromkeys(("A", "B", "C"), SKY),
+    **dict.fromkeys(("A", "B", "C", "D"), SKY),
 }
 FADED = "#66727f"
 DIM = "#98a3ae"  # badges of faded parts
@@ -200,6 +205,10 @@ def engine(chapter: int | str | None = None) -> Drawing:
     if chapter == "C":
         others = d.part("C", 24, 521, 144, 48, "Other models", "names, formats")
         d.arrow((others.right, others.cy), (model.x, others.cy))
+
+    if chapter == "D":
+        drafts = d.part("D", 24, 224, 144, 48, "Drafts", "guessed tokens")
+        d.arrow((96, drafts.y), (96, scheduler.bottom))
 
     # Keys and values on the right.
     pages = d.part(8, 516, 314, 116, 60, "Pages", "who holds", "which ones")

@@ -27,7 +27,7 @@ from simplellm.engine.graphs import (
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.sampler import Sampled, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import accepted, sample_positions
+from simplellm.engine.speculation import sample_positions, verified
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -328,7 +328,7 @@ class Runner:
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
             if any(isinstance(row, DraftPosition) for row in requests):
-                new, scored = accepted(requests, new, scored)
+                new, scored = verified(requests, new, scored)
             return StepOutput(new, scored, prompts, late)
 
         return wait

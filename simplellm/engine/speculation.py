@@ -12,16 +12,17 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
+from simplellm.engine.drafts import acceptance, accepted, worthwhile
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.engine.suffix import SuffixDrafter
 
 LONGEST_DRAFT = 16  # tokens, where the number is chosen
-MIN_SPEEDUP = 1.02  # in tokens a second, or a step checks no drafts
 DECAY = 0.9  # of earlier drafts' weight, at each new guess
 PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
 PRIOR_WEIGHT = 2.0  # in drafts
@@ -137,11 +138,8 @@ class Speculator:
             guesses = self.guesses[request] = Guesses(self.drafter())
         if guesses.length == len(tokens):
             return guesses
-        came = tokens[guesses.length : guesses.length + len(guesses.drafts)]
-        if guesses.drafts and came:
-            pairs = zip(guesses.drafts, came, strict=False)
-            right = next((i for i, (d, t) in enumerate(pairs) if d != t), len(came))
-            tried = min(right + 1, len(came))
+        if guesses.drafts:
+            right, tried = acceptance(guesses.drafts, tokens[guesses.length :])
             guesses.rate.learn(right, tried)
             self._shared_rate(guesses.sure).learn(right, tried)
         guesses.length = len(tokens)
@@ -202,39 +200,15 @@ class Speculator:
             guesses = self._guess(request, request.tokens)
             offers.append(guesses.drafts[:left])
             chances.append(self._chance(guesses))
-        ranked = sorted(
-            (
-                (chance**count, -row)
-                for row, (drafts, chance) in enumerate(
-                    zip(offers, chances, strict=True)
-                )
-                for count in range(1, len(drafts) + 1)
-            ),
-            reverse=True,
-        )
-        counts = [0] * len(offers)
-        for _, row in ranked[: self._worthwhile(ranked, len(requests), computed, room)]:
-            counts[-row] += 1
-        return [[*drafts[:n]] for drafts, n in zip(offers, counts, strict=True)]
-
-    def _worthwhile(
-        self,
-        ranked: Sequence[tuple[float, int]],
-        decodes: int,
-        computed: int,
-        room: int,
-    ) -> int:
-        """How many of the likeliest drafts to check."""
-        most = min(len(ranked), room)
+        offered = [len(drafts) for drafts in offers]
         if self.costs is None:
-            return most
-        tokens = float(decodes)
-        best, chosen = MIN_SPEEDUP * tokens / self.costs(computed), 0
-        for count in range(1, most + 1):
-            tokens += ranked[count - 1][0]
-            if (speed := tokens / self.costs(computed + count)) > best:
-                best, chosen = speed, count
-        return chosen
+            counts = []
+            for number in offered:
+                counts.append(min(number, room))
+                room -= counts[-1]
+        else:
+            counts = worthwhile(chances, offered, computed, room, self.costs)
+        return [[*drafts[:n]] for drafts, n in zip(offers, counts, strict=True)]
 
 
 @dataclass(eq=False)
@@ -316,23 +290,31 @@ def sample_positions(chunk: ScheduledChunk) -> list[SamplePosition]:
     return [request, *(DraftPosition(request, drafts[:end]) for end in ends)]
 
 
-def accepted(
+def verified(
     rows: Sequence[SamplePosition],
     tokens: Sequence[list[int]],
     logprobs: Sequence[list[TokenLogprobs] | None],
 ) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
-    """The tokens of each request that are sure: those up to the first wrong draft.
+    """Of each request the tokens that are sure, and their logprobs.
 
-    A draft is right if it was sampled at its place, after drafts that were right.
+    Those of one request stand together, the one without drafts first.
     """
     new: list[list[int]] = []
     scored: list[list[TokenLogprobs] | None] = []
-    for row, sampled, scores in zip(rows, tokens, logprobs, strict=True):
-        if not isinstance(row, DraftPosition):
-            new.append(list(sampled))
-            scored.append(None if scores is None else list(scores))
-        elif row.valid and not row.forced and new[-1] == row.drafts:
-            new[-1] += sampled
-            if scores is not None and scored[-1] is not None:
-                scored[-1] += scores
+    found = zip(rows, tokens, logprobs, strict=True)
+    for _, group in groupby(found, key=lambda part: part[0].number):
+        (request, sure, scores), *rest = group
+        sampled, drafts = [*sure], list[int]()
+        scores = None if scores is None else [*scores]
+        for row, more, own in rest:
+            if request.forced or not (isinstance(row, DraftPosition) and row.valid):
+                break
+            drafts.append(row.drafts[-1])
+            sampled += more
+            if scores is not None and own is not None:
+                scores += own
+        if drafts:
+            sampled = accepted(drafts, sampled)
+        new.append(sampled)
+        scored.append(scores if scores is None else scores[: len(sampled)])
     return new, scored

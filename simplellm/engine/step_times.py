@@ -11,6 +11,7 @@ from simplellm.model.batch import Batch
 
 MOST_TOKENS = 1024  # of a step that is measured
 REPEATS = 5  # of which the fastest counts
+STRIDE = 7919  # between tokens; a prime, so that they differ in any vocabulary
 
 
 @torch.inference_mode()
@@ -25,6 +26,8 @@ def time_steps(runner: Runner) -> dict[int, float]:
         numbers = Batch.size(size, size, pages, len(runner.pool.windows))
         flat = torch.zeros(numbers, dtype=torch.int32, device=device)
         batch = runner.view(flat, size, size, pages, size)
+        # Different tokens, as in a real step: equal ones would share their experts.
+        batch.tokens[:] = torch.arange(size) * STRIDE % runner.model.config.vocab_size
         batch.lengths[:] = 1
         batch.queries[:] = torch.arange(size + 1)
         batch.samples[:] = torch.arange(size)
