@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-WORTH = 1.02  # a step with drafts gives so many times as many tokens a second, or none
+MIN_SPEEDUP = 1.02  # in tokens a second, or a step checks no drafts
 
 
 def accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
@@ -52,7 +52,7 @@ def worthwhile(
         reverse=True,
     )[:room]
     tokens = float(len(chances))
-    best, chosen = WORTH * tokens / cost(computed), 0
+    best, chosen = MIN_SPEEDUP * tokens / cost(computed), 0
     for count, (chance, _) in enumerate(survival, 1):
         tokens += chance
         if (speed := tokens / cost(computed + count)) > best:

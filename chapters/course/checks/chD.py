@@ -141,7 +141,14 @@ def check_worthwhile(worthwhile):
         ([0.5, 0.9], [3, 3], 2, 3, free, "the likeliest drafts come first"),
         ([0.9], [3], 1, 9, late, "one draft doesn't pay here, and three do"),
         ([0.9, 0.8], [4, 4], 2, 3, free, "there's room for 3 drafts"),
-        ([0.1], [4], 1, 4, lambda n: 1 + 0.095 * (n - 1), "it gains less than MIN_SPEEDUP"),
+        (
+            [0.1],
+            [4],
+            1,
+            4,
+            lambda n: 1 + 0.095 * (n - 1),
+            "it gains less than MIN_SPEEDUP",
+        ),
         (
             [0.3],
             [3],
