@@ -789,10 +789,10 @@ def test_overrides_win_over_params_and_params_over_defaults(llm: LLM) -> None:
     ("prompt", "message"),
     [
         ("", "a prompt is empty; expected at least one token"),
-        ([], "the list of prompts is []"),
+        ([], "prompts is []"),
         ([[]], "a prompt is empty"),
         (["fine", ""], "prompts[1]: a prompt is empty"),
-        ([[5], [5, 1100], [5]], "prompts[1]: a token id of the prompt is 1100"),
+        ([[5], [5, 1100], [5]], "prompts[1]: a token id of prompt is 1100"),
         (None, "prompts is NoneType; expected text, a list of token ids"),
         (b"bytes", "prompts is bytes"),
         ({"prompt": "x"}, "prompts is dict"),
@@ -804,8 +804,8 @@ def test_overrides_win_over_params_and_params_over_defaults(llm: LLM) -> None:
         ([1.5], "a prompt is float"),
         ([True], "a token id of a prompt is True; expected an integer"),
         ([[1, "a"]], "a token id of a prompt is 'a'"),
-        ([-1], "a token id of the prompt is -1; expected 0 to 1099"),
-        ([5, 1100], "a token id of the prompt is 1100; expected 0 to 1099"),
+        ([-1], "a token id of prompt is -1; expected 0 to 1099"),
+        ([5, 1100], "a token id of prompt is 1100; expected 0 to 1099"),
         ("bad \ud83d", "lone surrogate U+D83D at position 4"),
     ],
 )

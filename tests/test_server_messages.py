@@ -565,10 +565,20 @@ def test_errors_of_the_client(client: anthropic.Anthropic, served: Served) -> No
                 for text in stream.text_stream:
                     texts.append(text)
         assert texts and failed.value.type == "timeout_error"
-        other.service.draining = True
-        with pytest.raises(anthropic.ServiceUnavailableError) as drained:
-            right.messages.create(**asked)
-        other.service.draining = False
+    # An idle server that drains is gone at once: this one still answers somebody.
+    with serving(llm) as other:
+        url = f"http://127.0.0.1:{other.port}"
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        with (
+            said(other, "<|channel|>final<|message|>" + "x" * 390),
+            slow(llm),
+            client.messages.stream(**long) as stream,
+        ):
+            next(iter(stream.text_stream))
+            other.service.draining = True
+            with pytest.raises(anthropic.ServiceUnavailableError) as drained:
+                client.messages.create(**asked)
+            other.service.draining = False
         assert drained.value.type == "overloaded_error"
     until(lambda: idle(llm))
 
