@@ -157,7 +157,7 @@ MISTAKES = {
     },
     "Mixtral": {
         "shares among all experts": Mutation(
-            feed_forward.route, "chosen.softmax(dim=-1)", GATHER
+            feed_forward.route, "top_logits.softmax(dim=-1)", GATHER
         ),
         "gate and up swapped": Mutation(
             other_families.gated, "gate, up = gate_up", "up, gate = gate_up"
@@ -174,7 +174,9 @@ MISTAKES = {
     "Qwen3-MoE unnormed": {
         "softmax after top-k": Mutation(feed_forward.experts, RULE, "route"),
         "norm_topk_prob taken for true": Mutation(
-            ROUTE, "expert_ids, chosen", "expert_ids, chosen / chosen.sum(-1, True)"
+            ROUTE,
+            "expert_ids, top_shares",
+            "expert_ids, top_shares / top_shares.sum(-1, True)",
         ),
     },
     "Gemma3": {
@@ -261,7 +263,7 @@ EQUAL = {
     # What the experts that were not chosen scored cancels out.
     ("Mixtral", "softmax before top-k, then made to add up to 1"): Mutation(
         feed_forward.route,
-        "chosen.softmax(dim=-1)",
+        "top_logits.softmax(dim=-1)",
         f"functional.normalize({GATHER}, p=1)",
     ),
     # Up to the scores all is linear, and RoPE keeps lengths: the factor may go to k.

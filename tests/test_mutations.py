@@ -65,13 +65,13 @@ MUTATIONS = {
         feed_forward.swiglu, "torch.sigmoid(alpha * gate)", "torch.sigmoid(gate)"
     ),
     "softmax before top-k": Mutation(
-        feed_forward.route, "expert_ids, chosen.softmax(dim=-1)", SOFTMAX_FIRST
+        feed_forward.route, "expert_ids, top_logits.softmax(dim=-1)", SOFTMAX_FIRST
     ),
     "router's bias dropped": Mutation(feed_forward.route, "weight, bias)", "weight)"),
     "down's bias not weighted": Mutation(
         ops.experts,
-        "y * scores.flatten()[chosen, None]",
-        "(y - second_bias) * scores.flatten()[chosen, None] + second_bias",
+        "y * scores.flatten()[pair_ids, None]",
+        "(y - second_bias) * scores.flatten()[pair_ids, None] + second_bias",
     ),
     "biases of q, k and v dropped": Mutation(
         ops.rope_and_cache, "x + attn.qkv_bias.float()", "x"
