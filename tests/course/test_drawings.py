@@ -72,6 +72,15 @@ def test_committed_files_are_what_the_code_draws() -> None:
         assert committed == svg, f"{name}.svg is stale: python figures/drawings"
 
 
+@pytest.mark.parametrize("path", sorted(FIGURES.glob("*.svg")), ids=lambda p: p.stem)
+def test_a_figure_has_its_pages_ground(path: Path) -> None:
+    """It has colors for dark pages, and no white ground; a terminal has its own."""
+    svg = path.read_text(encoding="utf-8")
+    if path.stem != "demo":
+        assert "(prefers-color-scheme:dark)" in svg
+        assert not re.search(r'id="patch_1">\s*<path[^>]*fill: #ffffff', svg)
+
+
 def test_every_drawing_has_alt_text_and_every_alt_text_a_drawing() -> None:
     alt = tomllib.loads((FIGURES / "drawings" / "alt.toml").read_text("utf-8"))
     assert list(alt) == list(DRAWINGS)
