@@ -26,9 +26,7 @@ LONGEST_DRAFT = 16  # tokens, where the number is chosen
 DECAY = 0.9  # of earlier drafts' weight, at each new guess
 PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
 PRIOR_WEIGHT = 2.0  # in drafts
-OWN_WEIGHT = (
-    4.0  # drafts after which a request's own rate counts as much as all others'
-)
+OWN_WEIGHT = 4.0  # drafts of a request after which its own rate is half of the mix
 
 
 class Drafter(Protocol):

@@ -19,7 +19,7 @@ class SuffixAutomaton:
     """
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self.size = 0  # of the text, in tokens
         # Of each state: its successors by token, the state of its longest suffix that
         # also ends elsewhere, the length of its longest substring, and where it ended
         # first or was last seen to end: after so many tokens.
@@ -33,13 +33,13 @@ class SuffixAutomaton:
         self.next.append(successors)
         self.link.append(link)
         self.length.append(length)
-        self.end.append(len(self.tokens))
+        self.end.append(self.size)
         return len(self.next) - 1
 
     def append(self, token: int) -> None:
         """The text goes on with ``token``."""
-        self.tokens.append(token)
-        last = self._state({}, 0, len(self.tokens))
+        self.size += 1
+        last = self._state({}, 0, self.size)
         state, self.last = self.last, last
         while state >= 0 and token not in self.next[state]:
             self.next[state][token] = last
@@ -68,7 +68,7 @@ class SuffixAutomaton:
         if state <= 0:
             return 0, 0
         length, end = self.length[state], self.end[state]
-        self.end[state] = len(self.tokens)  # for the next time
+        self.end[state] = self.size  # for the next time
         return length, end
 
 
@@ -83,10 +83,10 @@ class SuffixDrafter:
     def update(self, tokens: Sequence[int]) -> bool:
         """Take in ``tokens``, the text so far; False if there is still more of it."""
         automaton = self.automaton
-        start = len(automaton.tokens)
+        start = automaton.size
         for token in tokens[start : start + INDEXED_AT_ONCE]:
             automaton.append(token)
-        return len(automaton.tokens) == len(tokens)
+        return automaton.size == len(tokens)
 
     def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
         """Up to ``most`` tokens that may follow ``tokens``, and the match's length.
