@@ -3,7 +3,6 @@
 Whatever comes, the server does not fail, and its answers are as the document says.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -38,10 +37,7 @@ def strict(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def process(folder: Path, strict: bool) -> Iterator[Process]:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    options = ["--strict"] if strict else []
+    options = ["--max-model-len", str(CONTEXT), *(["--strict"] if strict else [])]
     found = Process(str(folder), "--api-key", KEY, *options)
     yield found
     found.process.terminate()

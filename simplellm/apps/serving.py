@@ -55,6 +55,13 @@ Names = Annotated[
     typer.Option(help="What clients call the model; may be repeated.  [its name]"),
 ]
 Seqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        help="Tokens of a prompt and its answer, at most.  [the model's own limit]",
+    ),
+]
 Engines = Annotated[
     int | None,
     typer.Option(
@@ -126,6 +133,7 @@ def serve_model(
     device: Where = None,
     dtype: DType = None,
     cache_bytes: CacheBytes = None,
+    max_model_len: Length = None,
     speculative: Speculative = None,
     num_speculative_tokens: Drafts = None,
     replicas: Engines = None,
@@ -139,8 +147,12 @@ def serve_model(
     SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
     ends all.
     """
-    sizes: Any = {"max_num_seqs": max_num_seqs, "cache_bytes": cache_bytes}
-    sizes |= {"num_speculative_tokens": num_speculative_tokens}
+    sizes: Any = {
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len,
+        "cache_bytes": cache_bytes,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
     config = EngineConfig(**sizes, speculative=speculative)
     check_seconds(timeout, grace, watchdog_timeout)
     screen = Screen()
