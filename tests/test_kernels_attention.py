@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -258,13 +259,21 @@ def test_sizes(kernel_device, heads, dim, page_size):
     assert_near(case.attend(), case.expected())
 
 
+# Any two of them meet in one case at least.
+PAIRS = AllPairs(
+    [
+        [1, 16, 32, 64],
+        [*dict.fromkeys((heads, dim) for heads, dim, _ in SIZES)],
+        ["random", None],
+        [None, 20, 200],
+    ]
+)
+
+
 @exhaustive
-@pytest.mark.parametrize("page_size", [1, 16, 32, 64])
-@pytest.mark.parametrize("heads, dim", dict.fromkeys((h, d) for h, d, _ in SIZES))
-@pytest.mark.parametrize("sinks", ["random", None])
-@pytest.mark.parametrize("window", [None, 20, 200])
-def test_all_sizes(kernel_device, page_size, heads, dim, sinks, window):
-    options = {"page_size": page_size, "heads": heads, "dim": dim}
+@pytest.mark.parametrize("page_size, shape, sinks, window", [*PAIRS])
+def test_all_sizes(kernel_device, page_size, shape, sinks, window):
+    options = {"page_size": page_size, "heads": shape[0], "dim": shape[1]}
     options |= {"sinks": sinks, "window": window}
     case = make_case(kernel_device, [5, 270, 64], **options)
     assert_near(case.attend(), case.expected())

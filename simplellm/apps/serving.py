@@ -147,13 +147,9 @@ def serve_model(
     SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
     ends all.
     """
-    sizes: Any = {
-        "max_num_seqs": max_num_seqs,
-        "max_model_len": max_model_len,
-        "cache_bytes": cache_bytes,
-        "num_speculative_tokens": num_speculative_tokens,
-    }
-    config = EngineConfig(**sizes, speculative=speculative)
+    sizes: Any = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    sizes |= {"num_speculative_tokens": num_speculative_tokens}
+    config = EngineConfig(**sizes, cache_bytes=cache_bytes, speculative=speculative)
     check_seconds(timeout, grace, watchdog_timeout)
     screen = Screen()
     options = Options(
