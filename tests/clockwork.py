@@ -52,7 +52,7 @@ class Clockwork:
             patch.setattr(module, "time", clock)
         sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
         sizes["prefill_chunk"] = 8192
-        manager = PageManager(20_000, 64, share=False)
+        manager = PageManager(20_000, 64, enable_caching=False)
         scheduler = Scheduler(manager, **(sizes | limits))
         self.engine = Engine(scheduler, self, 131072, overlap=True)  # type: ignore[arg-type]
         self.engine.inbox = self  # type: ignore[assignment]

@@ -53,10 +53,12 @@ class Stepper:
         page_size: int = 4,
         max_num_seqs: int = 8,
         longest: int = 512,  # tokens of a sequence, and of a step
-        share: bool = False,
+        enable_caching: bool = False,
     ) -> None:
         window = model.config.windows[-1]
-        self.manager = PageManager(num_pages, page_size, window=window, share=share)
+        self.manager = PageManager(
+            num_pages, page_size, window=window, enable_caching=enable_caching
+        )
         self.pool = KVPool(
             model.config, num_pages, page_size, model.dtype, model.device
         )

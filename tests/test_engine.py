@@ -135,7 +135,7 @@ PROMPTS = [[5, 6, 7], [90], list(range(40)), list(range(30)), list(range(40))]
 CONFIGS: dict[str, dict[str, Any]] = {
     "pages": {},
     "tight pages": {"num_pages": 26},
-    "nothing shared": {"share_prefixes": False, "num_pages": 40},
+    "nothing shared": {"enable_prefix_caching": False, "num_pages": 40},
     "whole prompts": {"enable_chunked_prefill": False},
     "tiny chunks": {"prefill_chunk": 1, "max_num_batched_tokens": 8},
     "static": {"continuous": False, "max_num_seqs": 2},

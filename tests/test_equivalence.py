@@ -109,7 +109,7 @@ def make_config(chance: random.Random) -> EngineConfig:
     return EngineConfig(
         page_size=page_size,
         num_pages=num_pages + chance.choice([0, 0, 0, 1, 4, 4 * num_pages]),
-        share_prefixes=chance.random() < 0.8,
+        enable_prefix_caching=chance.random() < 0.8,
         continuous=chance.random() < 0.9,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,

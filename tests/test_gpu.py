@@ -23,7 +23,7 @@ from simplellm.model.kernels.fused import fused
 pytestmark = pytest.mark.gpu
 # A prompt found in the cache is computed in other parts, and rounded otherwise.
 ALONE: dict[str, Any] = dict(
-    share_prefixes=False, max_num_seqs=64, cache_bytes=2**28, max_model_len=4096
+    enable_prefix_caching=False, max_num_seqs=64, cache_bytes=2**28, max_model_len=4096
 )
 
 

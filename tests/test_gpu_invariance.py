@@ -19,7 +19,11 @@ from simplellm.model.model import Model
 
 pytestmark = pytest.mark.gpu
 REQUESTS = 64
-COMMON = {"max_num_seqs": REQUESTS, "max_model_len": 2304, "share_prefixes": False}
+COMMON = {
+    "max_num_seqs": REQUESTS,
+    "max_model_len": 2304,
+    "enable_prefix_caching": False,
+}
 ROOM = {"cache_bytes": 2**32}
 # A prompt enters when there is room for it, so that only answers which grow by much
 # more than their prompts had are sure to run out of pages.
@@ -85,7 +89,7 @@ def alone(model: Model) -> dict[str, list[list[int]]]:
         (64, {}, 1),
         (64, {"prefill_chunk": 33}, 1),
         (64, {"max_num_batched_tokens": 97}, 1),
-        (16, {"share_prefixes": True}, 2),
+        (16, {"enable_prefix_caching": True}, 2),
         (64, {"cuda_graphs": False, "overlap": False}, 1),
     ],
 )
@@ -99,14 +103,14 @@ def test_company_changes_nothing(
     engine = make_engine(model, **(COMMON | ROOM | options))
     for _ in range(times):
         assert answers(engine, LONG, batch) == alone["long"]
-    assert bool(engine.stats().cache_hit_rate) == ("share_prefixes" in options)
+    assert bool(engine.stats().cache_hit_rate) == ("enable_prefix_caching" in options)
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_preemption_changes_nothing(
     model: Model, alone: dict[str, list[list[int]]], share: bool
 ) -> None:
-    engine = make_engine(model, **(COMMON | FEW | {"share_prefixes": share}))
+    engine = make_engine(model, **(COMMON | FEW | {"enable_prefix_caching": share}))
     for _ in range(1 + share):
         assert answers(engine, SHORT, REQUESTS) == alone["short"]
     assert engine.stats().preemptions

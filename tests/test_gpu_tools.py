@@ -162,7 +162,7 @@ def test_what_is_slower_is_said():
 
 @pytest.mark.parametrize(("prompt", "answer"), [(1000, 1000), (1024, 8192), (8192, 90)])
 def test_requests_at_random_points_of_their_lives_fill_the_cache(prompt, answer):
-    manager = PageManager(20_000, 64, window=128, share=False)
+    manager = PageManager(20_000, 64, window=128, enable_caching=False)
     count, chance = steady.fitting(prompt, answer, manager), random.Random(1)
     for number in range(count):
         length = prompt + chance.randrange(answer)
@@ -174,7 +174,7 @@ def test_requests_at_random_points_of_their_lives_fill_the_cache(prompt, answer)
 
 
 def test_only_steady_seconds_count():
-    options = {"max_num_seqs": 6, "num_pages": 500, "share_prefixes": False}
+    options = {"max_num_seqs": 6, "num_pages": 500, "enable_prefix_caching": False}
     with LLM(device="cpu", **options) as llm:
         found = steady.steady(llm, 20, 10, 2.0)
         stats = llm.stats()

@@ -166,7 +166,7 @@ def test_a_fork_goes_its_own_way(models: Any, name: str, table: str, seed: int) 
     chance = random.Random(seed)
     stem = prompt(TINY, 6)
     texts = {n: stem + prompt(TINY, 34, n) for n in (1, 2)}
-    stepper = Stepper(models(name, table), share=True)
+    stepper = Stepper(models(name, table), enable_caching=True)
     stepper.add(1, texts[1])
     stepper.step({1: 6})
     stepper.fork(1, 2, texts[2])

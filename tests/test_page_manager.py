@@ -56,12 +56,16 @@ class Books(RuleBasedStateMachine):
         num_pages=st.sampled_from([2, 7, 12, 20, 40, 80]),
         page_size=st.integers(1, 5),
         window=st.sampled_from([None, 1, 2, 3, 4, 6, 9]),
-        share=st.booleans(),
+        enable_caching=st.booleans(),
         max_chunk=st.none() | st.integers(1, 9),
     )
-    def start(self, num_pages, page_size, window, share, max_chunk):
+    def start(self, num_pages, page_size, window, enable_caching, max_chunk):
         self.manager = PageManager(
-            num_pages, page_size, window=window, share=share, max_chunk=max_chunk
+            num_pages,
+            page_size,
+            window=window,
+            enable_caching=enable_caching,
+            max_chunk=max_chunk,
         )
         self.sequences: dict[int, Known] = {}
         self.memory: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
@@ -83,7 +87,7 @@ class Books(RuleBasedStateMachine):
         computed = self.manager.add(name, tokens)
         assert 0 <= computed < len(tokens)
         assert computed % self.manager.page_size == 0
-        assert computed == 0 or self.manager.share
+        assert computed == 0 or self.manager.enable_caching
         self.sequences[name] = Known(tokens, computed)
 
     @rule(
@@ -270,7 +274,7 @@ def test_the_books_of_long_lives(seed: int) -> None:
         num_pages=rng.choice([12, 20, 40]),
         page_size=rng.choice([2, 3, 4]),
         window=rng.choice([None, None, 4, 9]),
-        share=True,
+        enable_caching=True,
         max_chunk=None,
     )
     for _ in range(120):
@@ -321,7 +325,7 @@ def test_pages_are_shared_only_once_they_are_computed() -> None:
 
 
 def test_without_sharing_nothing_is_found() -> None:
-    manager = PageManager(100, 4, share=False)
+    manager = PageManager(100, 4, enable_caching=False)
     tokens = list(range(20))
     manager.add(0, tokens)
     compute(manager, 0, tokens, 20)
@@ -367,7 +371,7 @@ def test_a_hit_needs_the_pages_of_the_window() -> None:
 
 def test_pages_behind_the_window_are_given_back() -> None:
     """However long a sequence gets, its sliding layers hold one window."""
-    manager = PageManager(200, 16, window=128, share=False)
+    manager = PageManager(200, 16, window=128, enable_caching=False)
     tokens: list[int] = [1]
     manager.add(0, tokens)
     held = set()

@@ -185,7 +185,9 @@ def test_a_shared_beginning_is_computed_once_and_changes_nothing(smollm2: LLM) -
     found = [smollm2.generate(begin + end, **options).result()[0] for end in ends]
     length = len(found[0].prompt_token_ids)
     assert all(output.num_cached_tokens >= length - 32 for output in found[1:])
-    with LLM("smollm2", device="cpu", dtype="float32", share_prefixes=False) as without:
+    with LLM(
+        "smollm2", device="cpu", dtype="float32", enable_prefix_caching=False
+    ) as without:
         for output, end in zip(found, ends, strict=True):
             alone = without.generate(begin + end, **options).result()[0]
             assert alone.num_cached_tokens == 0

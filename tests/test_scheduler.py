@@ -28,12 +28,12 @@ REASONS = {"stop", "length", "abort", "timeout", "error"}
 
 def room(tokens: int) -> PageManager:
     """Room for so many tokens, of which none are shared."""
-    return PageManager(tokens, 1, share=False)
+    return PageManager(tokens, 1, enable_caching=False)
 
 
 def plenty() -> PageManager:
     """Room for everybody."""
-    return PageManager(500, 4, share=False)
+    return PageManager(500, 4, enable_caching=False)
 
 
 class Run:
@@ -488,7 +488,7 @@ def test_a_low_priority_gives_way_first() -> None:
 
 
 def test_who_finds_no_room_waits_and_keeps_what_he_has() -> None:
-    run = Run(PageManager(4, 4, share=False), prefill_chunk=16)
+    run = Run(PageManager(4, 4, enable_caching=False), prefill_chunk=16)
     first, second = run.add(5, max_tokens=3), run.add(7, max_tokens=4)
     third = run.add(1, max_tokens=1)
     run.step()  # both prompts; all four pages are taken
@@ -517,7 +517,7 @@ def test_a_blocked_head_is_not_asked_again_in_vain() -> None:
             self.added += 1
             return super().add(sequence, tokens)
 
-    manager = Counting(40, 1, share=False)
+    manager = Counting(40, 1, enable_caching=False)
     run = Run(manager)
     run.add(5, max_tokens=30)
     run.add(38, max_tokens=1)
@@ -603,7 +603,7 @@ def managers() -> st.SearchStrategy[PageManager]:
         st.integers(22, 60),
         st.sampled_from([1, 2, 4]),
         window=st.sampled_from([None, 3, 8]),
-        share=st.booleans(),
+        enable_caching=st.booleans(),
         max_chunk=st.just(6),
     )
 
@@ -841,7 +841,7 @@ def test_prompts_beside_decodes_share_what_the_line_allows(
 ) -> None:
     """Not less, however many decode; not more, however long the prompts are."""
     scheduler = Scheduler(
-        PageManager(60_000, 1, share=False),
+        PageManager(60_000, 1, enable_caching=False),
         max_num_seqs=2000,
         max_num_batched_tokens=8192,
         prefill_chunk=8192,
@@ -857,7 +857,7 @@ def test_prompts_beside_decodes_share_what_the_line_allows(
 
 def test_decodes_keep_their_pace_beside_a_prompt_that_ranks_before_them() -> None:
     scheduler = Scheduler(
-        PageManager(60_000, 1, share=False),
+        PageManager(60_000, 1, enable_caching=False),
         max_num_seqs=100,
         max_num_batched_tokens=8192,
         prefill_chunk=8192,
@@ -878,7 +878,7 @@ def test_decodes_keep_their_pace_beside_a_prompt_that_ranks_before_them() -> Non
 def test_a_prompt_is_alone_while_the_last_token_of_others_is_on_its_way() -> None:
     """They wait for nothing that comes with it."""
     scheduler = Scheduler(
-        PageManager(20_000, 1, share=False),
+        PageManager(20_000, 1, enable_caching=False),
         max_num_seqs=100,
         max_num_batched_tokens=8192,
         prefill_chunk=8192,

@@ -68,7 +68,7 @@ def theirs() -> Any:
 
 def ours(**options: Any) -> LLM:
     """A new engine, in whose cache no prompt is; it is warm."""
-    config = EngineConfig(share_prefixes=False, max_waiting=2000, **options)
+    config = EngineConfig(enable_prefix_caching=False, max_waiting=2000, **options)
     llm = LLM(device="cpu", config=config)
     llm.generate([[1, 2, 3]], max_tokens=3).result()
     return llm

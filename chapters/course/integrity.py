@@ -24,7 +24,7 @@ def check_integrity(manager: PageManager) -> None:
                 if index * manager.page_size >= table.num_computed_tokens:
                     assert manager.references[page] == 1, f"page {page} is not private"
                     assert page not in manager.hash_of, f"page {page} is named too soon"
-        full = manager.share * (table.num_computed_tokens // manager.page_size)
+        full = manager.enable_caching * (table.num_computed_tokens // manager.page_size)
         named = len(table.page_hashes)
         # The last token of the last full page may not be known yet.
         assert full - 1 <= named <= full, f"{sequence}: pages without names"

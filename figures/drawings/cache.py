@@ -88,7 +88,7 @@ WORDS = ("the", "cat", "sat", "on", "a")
 def tables() -> Drawing:
     """Two sequences that share pages of two tokens, and the copy when they part."""
     size, num_pages = 2, 5
-    manager = PageManager(num_pages, size, share=False)
+    manager = PageManager(num_pages, size, enable_caching=False)
     manager.add(0, range(len(WORDS)))
     manager.allocate(0, len(WORDS))
     manager.commit(0, range(len(WORDS)), len(WORDS))

@@ -34,7 +34,7 @@ COLORS = (BLUE, GREEN, ORANGE, VERMILION, PURPLE)
 
 def planned() -> list[list[ScheduledChunk]]:
     """Three steps of three requests that decode and two with prompts."""
-    manager = PageManager(100, 2, share=False)
+    manager = PageManager(100, 2, enable_caching=False)
     scheduler = Scheduler(
         manager,
         max_num_seqs=8,
@@ -199,7 +199,7 @@ PAGE, WINDOW, PAGES = 2, 4, 3  # positions, positions, pages in a row of a table
 
 def filled() -> Batch:
     """Two decodes and a chunk of three tokens, as the runner writes them down."""
-    manager = PageManager(24, PAGE, window=WINDOW, share=False)
+    manager = PageManager(24, PAGE, window=WINDOW, enable_caching=False)
     scheduled = []
     for number, (tokens, computed, length) in enumerate(
         (

@@ -224,7 +224,7 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
         pages,
         page_size,
         window=model.config.windows[-1],
-        share=config.share_prefixes,
+        enable_caching=config.enable_prefix_caching,
         max_chunk=min(chunk or budget, budget),
     )
     limits = [model.config.max_position_embeddings]

@@ -458,8 +458,8 @@ class EngineConfig:
     gpu_memory_utilization: float | None = declared(None, above=0, high=1)
     max_waiting: int = declared(10_000)  # requests that wait; more are refused
     overtakes: int = declared(100, low=0)  # earlier requests that may be passed
-    # Find the pages of equal prompts again (enable_prefix_caching).
-    share_prefixes: bool = True
+    # Find the pages of equal prompts again.
+    enable_prefix_caching: bool = True
     continuous: bool = True  # requests join a running batch; False: static batches
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step
     # Replay steps instead of starting each of their kernels (not enforce_eager).

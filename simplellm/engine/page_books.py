@@ -32,10 +32,10 @@ class PageBooks:
 
     A page has room for ``page_size`` positions of one group of layers: the full ones
     or, if ``window`` is given, the sliding ones. All ``num_pages`` serve either group.
-    With ``share``, full pages are found again by the tokens they were computed from,
-    until they are evicted, the longest unused first. ``max_chunk`` is the most tokens
-    that a sequence computes in one step, None any number; the smaller it is, the
-    longer may a sequence get. Raises ValueError for fewer pages than a sequence needs.
+    With ``enable_caching``, full pages are found again by the tokens they were computed
+    from, until they are evicted, the longest unused first. ``max_chunk`` is the most
+    tokens that a sequence computes in one step, None any number: the smaller it is, the
+    longer a sequence can get. Raises ValueError for fewer pages than a sequence needs.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PageBooks:
         page_size: int,
         *,
         window: int | None = None,
-        share: bool = True,
+        enable_caching: bool = True,
         max_chunk: int | None = None,
     ) -> None:
         least = 1 if window is None else 2
@@ -54,7 +54,7 @@ class PageBooks:
         self.num_pages = num_pages
         self.page_size = page_size
         self.windows = (None,) if window is None else (None, window)
-        self.share = share
+        self.enable_caching = enable_caching
         self.max_chunk = max_chunk
         self.tables: dict[int, PageTable] = {}
         self.references = [0] * num_pages

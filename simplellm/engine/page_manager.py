@@ -86,7 +86,7 @@ class PageManager(PageBooks):
         size, page_hashes, usable = self.page_size, [], 0
         runs = [0] * len(self.windows)  # pages in a row, up to here, of each group
         digest = b""
-        for end in range(size, len(tokens) if self.share else 0, size):
+        for end in range(size, len(tokens) if self.enable_caching else 0, size):
             digest = hash_page(digest, tokens[end - size : end])
             if (0, digest) not in self.page_of:
                 break
@@ -132,7 +132,7 @@ class PageManager(PageBooks):
         most = min(len(table.groups[0]) * self.page_size, len(tokens))
         assert table.num_computed_tokens <= length <= most, (sequence, length)
         table.num_computed_tokens = length
-        if self.share and length // self.page_size > len(table.page_hashes):
+        if self.enable_caching and length // self.page_size > len(table.page_hashes):
             self._hash_full_pages(table, tokens)
         for group, window in enumerate(self.windows):
             first = self._first_page(length, window)

@@ -82,7 +82,7 @@ def opened(model: str, **options: Any) -> Iterator[Any]:
         max_num_batched_tokens=8192,
         max_model_len=PROMPTS[2] + ANSWERS[2],
         cache_bytes=2**34,
-        share_prefixes=False,
+        enable_prefix_caching=False,
         **options,
     )
     with simplellm.LLM(model, config, random_weights=True) as llm:

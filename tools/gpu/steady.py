@@ -121,7 +121,7 @@ def main() -> None:
         max_num_batched_tokens=8192,
         prefill_chunk=8192,
         max_model_len=max(map(sum, shapes)),
-        share_prefixes=False,
+        enable_prefix_caching=False,
     )
     record = {"label": "steady state, random weights", **header(), "rows": []}
     began = time.perf_counter()

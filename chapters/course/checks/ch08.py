@@ -170,7 +170,7 @@ def check_PageManager__cached_prefix(PageManager):
         part = [*tokens[:kept], *[10] * rng.randint(1, 9)]
         prompt = rng.choice([part, tokens, [*tokens, 11]])
         judge_prefix(books, prompt, tokens, page_hashes, there)
-    books = manager(PageManager, 60, 4, share=False)
+    books = manager(PageManager, 60, 4, enable_caching=False)
     books.add(0, [1] * 9)
     compute(books, 0, [1] * 9, 9)
     found = list(books._cached_prefix([1] * 9))
@@ -178,11 +178,11 @@ def check_PageManager__cached_prefix(PageManager):
     books = manager(PageManager, 60, 4)
     books.add(0, [1] * 9)
     compute(books, 0, [1] * 9, 9)
-    books.share = False
+    books.enable_caching = False
     found = list(books._cached_prefix([1] * 9))
     assert found == [], (
-        "pages have names, and the manager does not share: ask self.share first, and "
-        "find nothing"
+        "pages have names, and the manager does not share: ask self.enable_caching "
+        "first, and find nothing"
     )
 
 
@@ -241,7 +241,7 @@ def check_PageManager_commit(PageManager):
             before = [list(group) for group in books.tables[0].groups]
             books.commit(0, tokens, length)
             judge_commit(books, before, start, length, tokens)
-    books = manager(PageManager, 20, 4, window=4, share=False)
+    books = manager(PageManager, 20, 4, window=4, enable_caching=False)
     books.add(0, [1] * 12)
     compute(books, 0, [1] * 12, 12)
     assert not books.hash_of, "a manager that does not share gives no names"

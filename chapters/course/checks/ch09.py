@@ -45,7 +45,7 @@ def numbered(*sizes):
 
 def make(kind, pages=100, seqs=8, budget=16, **limits):
     """A scheduler over pages of 4 that shares nothing."""
-    manager = PageManager(pages, 4, share=False)
+    manager = PageManager(pages, 4, enable_caching=False)
     limits = dict(max_num_seqs=seqs, max_num_batched_tokens=budget) | limits
     return kind(manager, **limits)
 
@@ -578,7 +578,7 @@ def check_9_4(candidate):
     room = 48 * 4
 
     def play(reserve):
-        manager = candidate(48, 4, share=False)
+        manager = candidate(48, 4, enable_caching=False)
         manager.reserve = reserve
         scheduler = Scheduler(manager, max_num_seqs=12, max_num_batched_tokens=1000)
         scheduler.add(numbered(*[(12, 40)] * 12))

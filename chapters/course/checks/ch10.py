@@ -63,7 +63,7 @@ def requests_of(*sizes):
 
 
 def scheduler_of(requests):
-    manager = PageManager(200, 4, share=False)
+    manager = PageManager(200, 4, enable_caching=False)
     scheduler = Scheduler(manager, max_num_seqs=8, max_num_batched_tokens=64)
     scheduler.add(requests)
     return scheduler

@@ -88,7 +88,7 @@ def prefix(books, tokens, needed, last=0):
             if needed(group, index, end)
         ):
             usable = len(page_hashes)
-    return page_hashes[:usable] if books.share else []
+    return page_hashes[:usable] if books.enable_caching else []
 
 
 def in_view(books, group, index, end):
@@ -122,7 +122,7 @@ class StopsAtTheFirstGap(PageManager):
 
     def _cached_prefix(self, tokens):
         size, page_hashes, digest = self.page_size, [], b""
-        for end in range(size, len(tokens) if self.share else 0, size):
+        for end in range(size, len(tokens) if self.enable_caching else 0, size):
             digest = hash_page(digest, tokens[end - size : end])
             groups = range(len(self.windows))
             if not all((group, digest) in self.page_of for group in groups):
@@ -135,7 +135,7 @@ def committed(books, sequence, tokens, length, shift=0, name_first=True, null=NU
     """What `commit` does, with a mistake perhaps."""
     table = books.tables[sequence]
     table.num_computed_tokens = length
-    if name_first and books.share:
+    if name_first and books.enable_caching:
         books._hash_full_pages(table, tokens)
     for group, window in enumerate(books.windows):
         first = books._first_page(length + shift, window)
@@ -144,7 +144,7 @@ def committed(books, sequence, tokens, length, shift=0, name_first=True, null=NU
             books._release(group_pages[index], behind=True)
             group_pages[index] = NULL if null else group_pages[index]
         table.first[group] = max(first, table.first[group])
-    if not name_first and books.share:
+    if not name_first and books.enable_caching:
         books._hash_full_pages(table, tokens)
 
 
@@ -163,9 +163,9 @@ class OneTooLate(PageManager):
 @wrong("PageManager.commit", "get names")
 class NeverNames(PageManager):
     def commit(self, sequence, tokens, length):
-        share, self.share = self.share, False
+        share, self.enable_caching = self.enable_caching, False
         super().commit(sequence, tokens, length)
-        self.share = share
+        self.enable_caching = share
 
 
 @wrong("PageManager.commit", "before it had its name")
@@ -414,7 +414,7 @@ class BeginsAtTheFirstPageEachTime(PageManager):
     def commit(self, sequence, tokens, length):
         table = self.tables[sequence]
         table.num_computed_tokens = length
-        if self.share:
+        if self.enable_caching:
             self._hash_full_pages(table, tokens)
         for group, window in enumerate(self.windows):
             table.first[group] = self._first_page(length, window)
@@ -452,12 +452,12 @@ class ForgetsBeforeItCounts(PageManager):
         return super().allocate(sequence, length)
 
 
-@wrong("PageManager._cached_prefix", "ask self.share first")
+@wrong("PageManager._cached_prefix", "ask self.enable_caching first")
 class FindsWithoutSharing(PageManager):
     def _cached_prefix(self, tokens):
-        shares, self.share = self.share, True
+        shares, self.enable_caching = self.enable_caching, True
         found = super()._cached_prefix(tokens)
-        self.share = shares
+        self.enable_caching = shares
         return found
 
 
