@@ -248,7 +248,7 @@ def run_case(
     counts["evictions"] += len(seen) - len(manager.page_of)
     if drafts:
         checked = prophet.counts()
-        counts["drafts"] = checked["draft_tokens"]
+        counts["drafts"] = sum(checked["draft_tokens"].values())
         counts["right"] = sum(checked["accepted_tokens"].values())
     return counts
 

@@ -141,6 +141,7 @@ def test_an_event_arrives_as_it_was(error: Exception | None) -> None:
         for n, value in enumerate(odd)
     ]
     event = Event(3, [1, 2], entries, "stop", None, 1.1, 4, [None, *entries], 2, 0.3)
+    event = event._replace(draft_counts=[[3, 2], [3, 1]])
     if error is not None:
         event = Event(3, [], finish_reason="error", error=error)
     found = wire.event_of(crossed({"events": [event]})["events"][0])
@@ -160,9 +161,10 @@ def test_errors_stay_what_they_are_where_somebody_asks() -> None:
 
 def test_events_that_wait_are_one() -> None:
     entries = [TokenLogprobs(n, -1.0, (), 1) for n in range(3)]
-    first = Event(3, [0], entries[:1], None, None, 1.0, 4, [None], 0, 0.5)
+    first = Event(3, [0], entries[:1], None, None, 1.0, 4, [None], 0, 0.5, [(1, 0)])
     second = Event(3, [1, 2], entries[1:], "length", None, 2.0, 4, None, 1, 0.5)
-    wanted = Event(3, [0, 1, 2], entries, "length", None, 2.0, 4, [None], 1, 0.5)
+    second = second._replace(draft_counts=[(2, 1)])  # all so far
+    wanted = second._replace(tokens=[0, 1, 2], logprobs=entries, prompt_logprobs=[None])
     assert wire.as_one(first, second) == wanted
     assert wire.as_one(Event(3, [0]), Event(3, [1])).logprobs is None
     # An end without tokens, as at a time limit, has no log-probabilities of its own.

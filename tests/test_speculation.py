@@ -1,18 +1,31 @@
 """Drafts: where they come from, how many are checked, and that no text changes."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from models import HELLO
+from serving import serving
 
 from simplellm import LLM, SamplingParams
 from simplellm.base.request import UNKNOWN, Request
 from simplellm.engine.speculation import Speculator, StepCosts
 from simplellm.engine.stats import Stats
 from simplellm.engine.suffix import INDEXED_AT_ONCE, SuffixAutomaton, SuffixDrafter
+from simplellm.server.http import live
 
+TIMES = [
+    "arrival_time",
+    "first_scheduled_time",
+    "first_token_time",
+    "finished_time",
+    "preemptions",
+]
 TEXTS = st.lists(st.integers(0, 2), max_size=40)
 
 
@@ -166,7 +179,54 @@ def test_drafts_change_no_text() -> None:
         texts, stats = answers(speculative="suffix", num_speculative_tokens=number)
         assert texts == expected
         accepted = sum(stats.accepted_tokens.values())
-        assert 20 < accepted < stats.draft_tokens
+        assert 20 < accepted < sum(stats.draft_tokens.values())
+
+
+def test_a_request_tells_of_its_drafts() -> None:
+    copied = "12 + 34 = 46, 12 + 35 = 47, "
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0}
+    with LLM(device="cpu", speculative="suffix", num_speculative_tokens=3) as llm:
+        prompts = [copied * 3, copied * 2, "Hello"]
+        outputs = llm.generate(prompts, **options).result()
+        stats = llm.stats()
+        *_, last = llm.stream(copied * 3, **options)
+    assert last.metrics == replace(
+        outputs[0].metrics, **{n: getattr(last.metrics, n) for n in TIMES}
+    )
+    for name in ("draft_tokens", "accepted_tokens"):
+        told = [getattr(output.metrics, name) for output in outputs]
+        by_place = zip_longest(*told, fillvalue=0)
+        counted = {str(n): sum(counts) for n, counts in enumerate(by_place, 1)}
+        found = getattr(stats, name)
+        assert {n: count for n, count in counted.items() if count} == found
+    first = outputs[0].metrics
+    assert 3 == len(first.draft_tokens) == len(first.accepted_tokens)
+    pairs = zip(first.draft_tokens, first.accepted_tokens, strict=True)
+    assert all(checked >= right for checked, right in pairs)
+    # A place is reached only by way of those before it.
+    assert sorted(first.accepted_tokens, reverse=True) == [*first.accepted_tokens]
+
+
+def test_servers_tell_of_drafts() -> None:
+    body = {"prompt": "12 + 34 = 46, " * 4, "max_tokens": 30, "temperature": 0}
+    options: Any = {"speculative": "suffix", "num_speculative_tokens": 2}
+    with LLM(device="cpu", **options) as llm, serving(llm) as served:
+        assert served.post("/v1/completions", body).status_code == 200
+        text = served.client.get("/metrics").text
+        found = dict(re.findall(r"^simplellm:spec_decode_(\S+) (\S+)$", text, re.M))
+        stats, seen = llm.stats(), live.Lookout(served.service).look()["totals"]
+    labels = f'engine="0",model_name="{served.service.names[0]}"'
+    sums = [sum(c.values()) for c in (stats.draft_tokens, stats.accepted_tokens)]
+    assert stats.drafts > 5 and 0 < sums[1] <= sums[0] <= 2 * stats.drafts
+    assert float(found[f"num_drafts_total{{{labels}}}"]) == stats.drafts
+    assert float(found[f"num_draft_tokens_total{{{labels}}}"]) == sums[0]
+    assert float(found[f"num_accepted_tokens_total{{{labels}}}"]) == sums[1]
+    for place, count in stats.accepted_tokens.items():
+        name = "num_accepted_tokens_per_pos_total"
+        named = f'{name}{{{labels},position="{int(place) - 1}"}}'
+        assert float(found[named]) == count
+    assert seen["drafts"] == stats.draft_tokens
+    assert seen["accepted"] == stats.accepted_tokens
 
 
 def test_wrong_combinations_are_refused_by_name() -> None:

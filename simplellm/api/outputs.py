@@ -14,13 +14,19 @@ from simplellm.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Times:
-    """When things happened to a request, by time.monotonic(), in seconds."""
+    """When things happened to a request, by time.monotonic(), in seconds.
+
+    And what became of its drafts, by their place after the last sure token: nothing
+    where the engine checks none.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None  # None: it never began
     first_token_time: float | None  # None: there was no token
     finished_time: float | None
     preemptions: int  # how often it gave its pages to others
+    draft_tokens: tuple[int, ...] = ()  # that steps have checked
+    accepted_tokens: tuple[int, ...] = ()  # of these, the right ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +122,7 @@ class BaseReply:
         self.first: float | None = None
         self.finished: float | None = None
         self.cached_tokens = self.preemptions = 0
+        self.draft_counts: Sequence[Sequence[int]] = ()
         self.reasoning_tokens = 0  # of the reasoning's text, without its markers
         self.token_ids: list[int] = []
         scored = request.params.logprobs is not None
@@ -145,6 +152,7 @@ class BaseReply:
             self.logprobs += (scores or ())[:count]
         self.cached_tokens, self.preemptions = event.cached_tokens, event.preemptions
         self.first_scheduled_time = event.first_scheduled_time
+        self.draft_counts = event.draft_counts
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = self.with_text(event.prompt_logprobs)
         now = event.time or time.monotonic()
@@ -179,11 +187,12 @@ class BaseReply:
     def origin(self) -> dict[str, Any]:
         """The fields of a `Sample` that tell where it comes from, and why it ended."""
         times = self.arrival, self.first_scheduled_time, self.first, self.finished
+        drafts = zip(*self.draft_counts, strict=True)  # checked, right
         return {
             "stop_reason": self.stop_reason,
             "index": self.index,
             "num_cached_tokens": self.cached_tokens,
-            "metrics": Times(*times, self.preemptions),
+            "metrics": Times(*times, self.preemptions, *drafts),
         }
 
     def sample(self) -> dict[str, Any]:

@@ -109,8 +109,9 @@ class Speculator:
         self.most, self.costs, self.drafter = most, costs, drafter
         self.guesses: WeakKeyDictionary[Request, Guesses] = WeakKeyDictionary()
         self.rates: dict[int, AcceptanceRate] = {}  # all requests', by how sure
-        self.drafts = self.draft_tokens = 0  # that steps have checked
-        self.accepted: Counter[int] = Counter()  # right ones, by their place
+        self.drafts = 0  # times that a step has checked some
+        self.checked: Counter[int] = Counter()  # by their place
+        self.accepted: Counter[int] = Counter()  # the right ones
 
     @classmethod
     def of(
@@ -147,17 +148,16 @@ class Speculator:
     def count(self, checked: int, right: int) -> None:
         """A step has checked so many drafts of a request, of which these were right."""
         self.drafts += 1
-        self.draft_tokens += checked
+        self.checked.update(range(1, checked + 1))
         self.accepted.update(range(1, right + 1))
 
     def counts(self) -> dict[str, Any]:
         """What `Stats` tells of them."""
-        accepted = {str(place): n for place, n in sorted(self.accepted.items())}
-        return {
-            "drafts": self.drafts,
-            "draft_tokens": self.draft_tokens,
-            "accepted_tokens": accepted,
-        }
+        told: dict[str, Any] = {"drafts": self.drafts}
+        kinds = {"draft_tokens": self.checked, "accepted_tokens": self.accepted}
+        for name, counts in kinds.items():
+            told[name] = {str(place): n for place, n in sorted(counts.items())}
+        return told
 
     def _shared_rate(self, sure: int) -> AcceptanceRate:
         return self.rates.setdefault(sure.bit_length(), AcceptanceRate())
@@ -174,7 +174,11 @@ class Speculator:
         """
         if request.tokens[-1] != UNKNOWN:
             return False
-        guesses = self._guess(request, request.tokens[:-1])
+        request.tokens.pop()  # for now: a copy of a long text would cost more
+        try:
+            guesses = self._guess(request, request.tokens)
+        finally:
+            request.tokens.append(UNKNOWN)
         return bool(guesses.drafts) and (
             self.costs is None or self._chance(guesses) > PRIOR_RATE
         )
@@ -266,12 +270,25 @@ class SpeculativeScheduler(Scheduler):
                 continue
             right = 0 if request.forced else len(sampled) - 1
             self.speculator.count(len(drafts), right)
+            counts = request.draft_counts
+            request.draft_counts = with_step(counts, len(drafts), right)
             # Unless it was preempted meanwhile, or has ended.
             if request.finish_reason is None and request.num_computed_tokens == first:
                 request.num_computed_tokens = first + right
                 self.manager.commit(request.number, request.tokens, first + right)
                 self.manager.truncate(request.number, first + right)
         return new
+
+
+def with_step(
+    counts: Sequence[tuple[int, int]], checked: int, right: int
+) -> tuple[tuple[int, int], ...]:
+    """``counts`` by place, of drafts checked and right, after one more step."""
+    padded = [*counts, *[(0, 0)] * (checked - len(counts))]
+    return tuple(
+        (tried + (place < checked), came + (place < right))
+        for place, (tried, came) in enumerate(padded)
+    )
 
 
 def without_drafts(chunk: ScheduledChunk) -> ScheduledChunk:

@@ -86,7 +86,7 @@ class Masks:
         request whose grammar leaves it no choice gets what has to come as ``forced``.
         """
         rows: dict[int, Tensor] = {}
-        walking: dict[int, tuple[SamplePosition, Walk]] = {}
+        walking: dict[int, tuple[SamplePosition, AllowedTokens, Walk]] = {}
         walk: Walk | None = None  # of the row before
         several = len(requests) <= FORCING
         for index, request in enumerate(requests):
@@ -105,7 +105,7 @@ class Masks:
                 request.forced = allowed.advance(request, several)
                 walk = None if request.forced else allowed.walk
             if walk is not None:
-                walking[index] = request, walk
+                walking[index] = request, allowed, walk
         if not (rows or walking):
             return None
         before = [(index, id(row)) for index, row in self.rows.items()]
@@ -117,15 +117,14 @@ class Masks:
             self.rows = {} if walking else rows
         return self.mask
 
-    def _fill(self, walking: Sequence[tuple[SamplePosition, Walk]]) -> Tensor:
+    def _fill(
+        self, walking: Sequence[tuple[SamplePosition, AllowedTokens, Walk]]
+    ) -> Tensor:
         """The bits that grammars leave, int32 [len(walking), W]."""
         staging = self.staging[: len(walking)]
         bits = staging.numpy().view(np.uint32)
-        self.filler.fill([walk for _, walk in walking], bits)
-        for row, (request, _) in zip(bits, walking, strict=True):
+        self.filler.fill([walk for _, _, walk in walking], bits)
+        for row, (request, allowed, _) in zip(bits, walking, strict=True):
             if request.params.restricts:
-                owner = (
-                    request.request if isinstance(request, DraftPosition) else request
-                )
-                self.allowed[owner].restrict(row, request)
+                allowed.restrict(row, request)
         return staging.to(self.device, non_blocking=True, copy=True)

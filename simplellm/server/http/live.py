@@ -104,6 +104,8 @@ class Lookout:
                     "tokens": stats.generated_tokens,
                     "found": stats.cached_tokens,
                     "preemptions": stats.preemptions,
+                    "drafts": stats.draft_tokens,
+                    "accepted": stats.accepted_tokens,
                 }
                 self.seen, self.looked = snapshot, now
             return self.seen

@@ -141,7 +141,10 @@ class ServerMetrics:
             "prefix_cache_queries": ("Tokens looked up.", stats.prompt_tokens),
             "prefix_cache_hits": ("Tokens found in the cache.", stats.cached_tokens),
             "spec_decode_num_drafts": ("Times that drafts were checked.", stats.drafts),
-            "spec_decode_num_draft_tokens": ("Checked drafts.", stats.draft_tokens),
+            "spec_decode_num_draft_tokens": (
+                "Checked drafts.",
+                sum(stats.draft_tokens.values()),
+            ),
             "spec_decode_num_accepted_tokens": (
                 "Drafts that were right.",
                 sum(stats.accepted_tokens.values()),

@@ -13,6 +13,7 @@ const WORDS =
   "waits, and computes again what isn't kept.";
 const ENDED = 4; // rows of requests that are over
 const MOST = 240; // pages that are drawn
+const PLACES = 4; // of drafts, that are told of one by one
 const SPAN = 3000; // milliseconds over which a speed is measured
 const SHORTEST = 256; // tokens of a full bar, if no request has more
 const AGAIN = 2000; // milliseconds until the next try, where there is no connection
@@ -89,6 +90,18 @@ class Rows {
   }
 }
 
+/** What became of drafts, by their place: nothing where none are checked. */
+function drafting({ drafts, accepted }) {
+  const places = Object.entries(drafts);
+  if (!places.length) return [];
+  const right = ([place, count]) => `${Math.round((100 * (accepted[place] ?? 0)) / count)} %`;
+  const checked = places.reduce((sum, [, count]) => sum + count, 0);
+  return [
+    ["drafts checked", number(checked)],
+    ["right, by place", places.slice(0, PLACES).map(right).join(", ")],
+  ];
+}
+
 /** Who runs and who waits, in words. */
 function summary({ totals }, rows) {
   if (!totals.running && !totals.waiting) return "Nothing runs: the engine waits.";
@@ -140,6 +153,7 @@ export function watch(el, panel) {
         ["pages kept", number(totals.kept)],
         ["found in the cache", number(totals.found)],
         ["preemptions", number(totals.preemptions)],
+        ...drafting(totals),
       ],
     });
   }

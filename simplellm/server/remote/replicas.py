@@ -387,7 +387,7 @@ def added(every: Sequence[Stats]) -> Stats:
     whole: dict[str, Any] = {}
     for name in (spec.name for spec in fields(Stats)):
         values = [value for one in every if (value := getattr(one, name)) is not None]
-        if name in ("finished", "accepted_tokens"):
+        if name in ("finished", "draft_tokens", "accepted_tokens"):
             whole[name] = dict(sum(map(Counter, values), Counter()))
         elif name.startswith(("ttft", "itl")):
             whole[name] = max(values, default=None)
