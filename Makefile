@@ -51,11 +51,11 @@ chat: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)
 
-test-engine: OPTIONS += -m "not course and not exhaustive and not real and not agents"
-test-course: OPTIONS += -m "course and not exhaustive"
+test-engine: override OPTIONS += -m "not course and not exhaustive and not real and not agents"
+test-course: override OPTIONS += -m "course and not exhaustive"
 test-engine test-course: test
 
-test-all: OPTIONS += -m "not real and not agents"
+test-all: override OPTIONS += -m "not real and not agents"
 test-all: test
 
 # Models with their published weights, as packages of which nothing is run: 330 MB.
@@ -76,7 +76,7 @@ test-bits: export OPENBLAS_CORETYPE = Haswell
 test-bits: export ATEN_CPU_CAPABILITY = avx2
 test-bits: export MKL_ENABLE_INSTRUCTIONS = AVX2
 test-bits: export ONEDNN_MAX_CPU_ISA = AVX2_VNNI
-test-bits: OPTIONS += -m bits
+test-bits: override OPTIONS += -m bits
 test-bits: test
 
 LAB = JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab \
