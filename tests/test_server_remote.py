@@ -143,7 +143,7 @@ def test_an_event_arrives_as_it_was(error: Exception | None) -> None:
     event = Event(3, [1, 2], entries, "stop", None, 1.1, 4, [None, *entries], 2, 0.3)
     event = event._replace(draft_counts=[[3, 2], [3, 1]])
     if error is not None:
-        event = Event(3, [], finish_reason="error", error=error)
+        event = event._replace(tokens=[], finish_reason="error", error=error)
     found = wire.event_of(crossed({"events": [event]})["events"][0])
     assert type(found.error) is type(error) and str(found.error) == str(error)
     assert found._replace(error=None) == event._replace(error=None)
