@@ -14,14 +14,23 @@ from simplellm.model.kv_gather import READ, bucket_by_length
 def test_the_arrays_of_a_step_do_not_overlap(windows: tuple[int | None, ...]) -> None:
     flat = torch.arange(Batch.size(5, 3, 4, len(windows)), dtype=torch.int32)
     batch = Batch.of(flat, 5, 3, 4, 1, windows, 16)
-    parts = [batch.tokens, batch.positions, batch.lengths, batch.queries, batch.samples]
+    parts = [
+        batch.tokens,
+        batch.positions,
+        batch.lengths,
+        batch.query_start_loc,
+        batch.logits_indices,
+    ]
     for group, window in zip(batch.groups, windows, strict=True):
         assert (group.window, group.page_size, group.decodes) == (window, 16, 1)
-        assert group.lengths is batch.lengths and group.queries is batch.queries
+        assert (
+            group.lengths is batch.lengths
+            and group.query_start_loc is batch.query_start_loc
+        )
         parts += [group.slots, group.tables, group.offsets]
     every = torch.cat([part.flatten() for part in parts])
     assert sorted(every.tolist()) == flat.tolist()
-    assert batch.groups[-1].tables.shape == (3, 4) and len(batch.queries) == 4
+    assert batch.groups[-1].tables.shape == (3, 4) and len(batch.query_start_loc) == 4
 
 
 def test_numpy_s_views_are_those_of_torch() -> None:
@@ -31,7 +40,7 @@ def test_numpy_s_views_are_those_of_torch() -> None:
     here.pad()
     assert there.groups[1].slots.tolist() == [-1] * 5
     assert there.num_tokens.tolist() == [0] and there.tokens.sum() == 0
-    here.queries[-1] = 4
+    here.query_start_loc[-1] = 4
     assert there.num_tokens.tolist() == [4]
 
 

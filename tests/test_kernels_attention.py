@@ -116,7 +116,7 @@ def make_case(
         tables=tables.to(device),
         offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
         lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-        queries=torch.tensor([0, *chunks], device=device).cumsum(0).int(),
+        query_start_loc=torch.tensor([0, *chunks], device=device).cumsum(0).int(),
         decodes=decodes,
         window=window,
         page_size=page_size,
@@ -350,7 +350,7 @@ def test_a_token_has_the_same_bits_in_any_chunk(kernel_device, window):
             tables=case.group.tables[:1, first:].contiguous(),
             offsets=numbers[1, :1],
             lengths=numbers[1, 1:],
-            queries=numbers[0],
+            query_start_loc=numbers[0],
             decodes=int(end - begin == 1),
         )
         chunk = replace(case, q=case.q[begin:end], group=group)

@@ -40,7 +40,8 @@ OTHERS |= {"grouped_few", "rounding", "routing", "sorting"}
 EARLY = {
     "decode_kernel": "lengths_ptr offsets_ptr tables_ptr sinks_ptr keys_ptr values_ptr",
     "join_kernel": "lengths_ptr offsets_ptr",
-    "prefill_kernel": "queries_ptr lengths_ptr offsets_ptr tables_ptr sinks_ptr",
+    "prefill_kernel": "query_start_loc_ptr lengths_ptr offsets_ptr tables_ptr "
+    "sinks_ptr",
     "rope_kernel": "bias_ptr q_norm_ptr k_norm_ptr positions_ptr cos_ptr sin_ptr "
     "slots_ptr",
     "add_norm_kernel": "update_weight_ptr weight_ptr bias_ptr",

@@ -89,8 +89,8 @@ class Model:
             x, h = ops.add_norm(x, update, layer.mlp_norm, EPS)
             update = layer.mlp.forward(ops, h, batch.num_tokens)
         hidden = ops.add_norm(x, update, self.norm, EPS)[1]
-        logits = hidden.new_empty(len(batch.samples), VOCABULARY)
-        best = ops.head(hidden[batch.samples], self.lm_head, logits)
+        logits = hidden.new_empty(len(batch.logits_indices), VOCABULARY)
+        best = ops.head(hidden[batch.logits_indices], self.lm_head, logits)
         assert torch.equal(best.long(), logits.argmax(-1))
         return hidden, logits
 
@@ -123,8 +123,8 @@ def make_batch(
         places = torch.arange(position, position + len(tokens))
         batch.positions[begin:end] = places
         batch.lengths[row] = position + len(tokens)
-        batch.queries[row + 1 :] = end
-        batch.samples[number] = end - 1
+        batch.query_start_loc[row + 1 :] = end
+        batch.logits_indices[number] = end - 1
         for group in batch.groups:
             group.tables[row] = number * pages + torch.arange(pages)
             group.slots[begin:end] = number * pages * PAGE + places

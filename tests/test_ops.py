@@ -451,7 +451,7 @@ class Pages:
             tables=tables,
             offsets=torch.tensor(first, dtype=torch.int32) * page_size,
             lengths=torch.tensor(self.lengths, dtype=torch.int32),
-            queries=torch.tensor(queries, dtype=torch.int32),
+            query_start_loc=torch.tensor(queries, dtype=torch.int32),
             decodes=len(decodes),
             window=window,
             page_size=page_size,

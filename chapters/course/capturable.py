@@ -57,10 +57,10 @@ def attend(q, keys, values, group, sinks):
     tokens = torch.arange(len(q), dtype=torch.int32, device=q.device)
     row = tokens  # which sequence a token belongs to
     if group.decodes < len(group.lengths):
-        row = torch.searchsorted(group.queries[1:], tokens, right=True)
+        row = torch.searchsorted(group.query_start_loc[1:], tokens, right=True)
         row = row.clamp(max=len(group.lengths) - 1)  # padding's
     tables = group.tables.index_select(0, row)
-    lengths, ends = group.lengths.index_select(0, row), group.queries[1:]
+    lengths, ends = group.lengths.index_select(0, row), group.query_start_loc[1:]
     now = (lengths - ends.index_select(0, row) + tokens)[:, None]  # its position
     places = torch.arange(tables.shape[1] * keys.shape[1], device=q.device)
     at = group.offsets.index_select(0, row)[:, None] + places

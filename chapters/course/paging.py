@@ -38,8 +38,8 @@ def pack(
         first = new.stop
         batch.tokens[new] = torch.tensor(ids[start:end])
         batch.positions[new] = torch.arange(start, end)
-        batch.lengths[row], batch.queries[row + 1] = end, first
-        batch.samples[row] = first - 1
+        batch.lengths[row], batch.query_start_loc[row + 1] = end, first
+        batch.logits_indices[row] = first - 1
         parts = zip(batch.groups, table.groups, table.first, strict=True)
         for group, pages, unused in parts:
             live = torch.tensor(pages[unused:], dtype=torch.int32)

@@ -262,8 +262,8 @@ def flat() -> Drawing:
     x = part(left, "tokens", batch.tokens, of_token)
     x = part(x, "positions", batch.positions, of_token)
     x = part(x, "lengths", batch.lengths, of_row)
-    x = part(x, "queries", batch.queries, [SKY] * 4)
-    part(x, "samples", batch.samples, [*of_row[:2], EDGE])
+    x = part(x, "query_start_loc", batch.query_start_loc, [SKY] * 4)
+    part(x + 4, "logits_indices", batch.logits_indices, [*of_row[:2], EDGE])
     kinds = ("full layers", f"sliding layers, window {WINDOW}")
     for kind, group in zip(kinds, batch.groups, strict=True):
         y += 92
@@ -286,9 +286,9 @@ def flat() -> Drawing:
         y + 84,
         f"Pages have {PAGE} positions; a slot is page * {PAGE} + place. Gray zeros are "
         "padding. A's token is -1, the first one that the step before samples: nobody "
-        "knows it yet. queries says where each sequence's tokens begin, samples whose "
-        "successors are wanted. In the sliding layers A has lost its first page "
-        "already: its table begins at position 2.",
+        "knows it yet. query_start_loc says where each sequence's tokens begin, "
+        "logits_indices whose successors are wanted. In the sliding layers A has lost "
+        "its first page already: its table begins at position 2.",
     )
     return d
 

@@ -196,7 +196,7 @@ class Runner:
         """Logits and likeliest tokens of the first ``count`` samples of a step."""
         if count:
             fewer = count < len(batch.tokens)
-            last = hidden[batch.samples[:count]] if fewer else hidden
+            last = hidden[batch.logits_indices[:count]] if fewer else hidden
             self.sampled_tokens[:count] = self.model.head(last, self.logits[:count])
 
     def replayed(self, batch: Batch, shape: CaptureShape) -> None:
@@ -242,13 +242,13 @@ class Runner:
         count, counts = len(tokens), [chunk.length for chunk in scheduled]
         batch.tokens[:count], batch.positions[:count] = tokens, positions
         batch.lengths[rows] = [chunk.start + chunk.length for chunk in scheduled]
-        batch.queries[1 + rows] = counts
-        np.cumsum(batch.queries, out=batch.queries, dtype=np.int32)
-        ends = batch.queries[1 + rows[[chunk.samples for chunk in scheduled]]]
+        batch.query_start_loc[1 + rows] = counts
+        np.cumsum(batch.query_start_loc, out=batch.query_start_loc, dtype=np.int32)
+        ends = batch.query_start_loc[1 + rows[[chunk.samples for chunk in scheduled]]]
         # The last token of each, and those that its drafts follow.
         wanted = [1 + len(chunk.request.drafts) for chunk in scheduled if chunk.samples]
         index = np.arange(sum(wanted)) - np.repeat(np.cumsum(wanted), wanted)
-        batch.samples[: len(index)] = np.repeat(ends, wanted) + index
+        batch.logits_indices[: len(index)] = np.repeat(ends, wanted) + index
         owners = np.repeat(rows, counts)
         for group in batch.groups:
             index = batch.positions[:count] - group.offsets[owners]

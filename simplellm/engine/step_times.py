@@ -29,8 +29,8 @@ def time_steps(runner: Runner) -> dict[int, float]:
         # Different tokens, as in a real step: equal ones would share their experts.
         batch.tokens[:] = torch.arange(size) * STRIDE % runner.model.config.vocab_size
         batch.lengths[:] = 1
-        batch.queries[:] = torch.arange(size + 1)
-        batch.samples[:] = torch.arange(size)
+        batch.query_start_loc[:] = torch.arange(size + 1)
+        batch.logits_indices[:] = torch.arange(size)
         run = partial(runner.replayed, batch, CaptureShape(size, size))
         times = []
         for _ in range(1 + REPEATS):  # the first one may compile

@@ -25,7 +25,7 @@ class KVGroup:
     tables: Tensor  # int32 [B, P], the block table: pages from the first one in use
     offsets: Tensor  # int32 [B], the position at which the first of them begins
     lengths: Tensor  # int32 [B], positions in the cache after this step; 0 for padding
-    queries: Tensor  # int32 [B + 1], where each sequence's tokens begin
+    query_start_loc: Tensor  # int32 [B + 1], where each sequence's tokens begin
     decodes: int
     window: int | None  # positions that a query sees, itself included; None: all
     page_size: int
@@ -33,7 +33,7 @@ class KVGroup:
     @cached_property
     def chunks(self) -> "KVGroup":
         """The sequences after the decodes, put together once for all layers."""
-        names = ("tables", "offsets", "lengths", "queries")
+        names = ("tables", "offsets", "lengths", "query_start_loc")
         rest = {name: getattr(self, name)[self.decodes :] for name in names}
         return replace(self, decodes=0, **rest)
 
@@ -56,14 +56,14 @@ class Batch:
     tokens: Tensor  # int32 [T]; -1 - i stands for token i that the step before samples
     positions: Tensor  # int32 [T]
     lengths: Tensor  # int32 [B], as in KVGroup
-    queries: Tensor  # int32 [B + 1], as in KVGroup
-    samples: Tensor  # int32 [S], indices of the tokens whose logits are needed
+    query_start_loc: Tensor  # int32 [B + 1], as in KVGroup
+    logits_indices: Tensor  # int32 [S], indices of the tokens whose logits are needed
     groups: tuple[KVGroup, ...]  # one for each of the model's windows
 
     @cached_property
     def num_tokens(self) -> Tensor:
         """int32 [1], how many of the tokens are no padding."""
-        return self.queries[-1:]
+        return self.query_start_loc[-1:]
 
     @staticmethod
     def size(tokens: int, sequences: int, pages: int, groups: int) -> int:
@@ -92,27 +92,27 @@ class Batch:
             return flat[offset - count : offset].reshape(shape)
 
         ids, positions = take(tokens), take(tokens)
-        lengths, queries = take(sequences), take(sequences + 1)
-        samples = take(sequences)
+        lengths, query_start_loc = take(sequences), take(sequences + 1)
+        logits_indices = take(sequences)
         groups = tuple(
             KVGroup(
                 slots=take(tokens),
                 tables=take(sequences, pages),
                 offsets=take(sequences),
                 lengths=lengths,
-                queries=queries,
+                query_start_loc=query_start_loc,
                 decodes=decodes,
                 window=window,
                 page_size=page_size,
             )
             for window in windows
         )
-        return cls(ids, positions, lengths, queries, samples, groups)
+        return cls(ids, positions, lengths, query_start_loc, logits_indices, groups)
 
     def pad(self) -> None:
         """Make every row a padding row: of no length, and written nowhere."""
         self.tokens[:] = self.positions[:] = self.lengths[:] = 0
-        self.queries[:] = self.samples[:] = 0
+        self.query_start_loc[:] = self.logits_indices[:] = 0
         for group in self.groups:
             group.slots[:] = -1
             group.tables[:] = group.offsets[:] = 0

@@ -26,7 +26,7 @@ def one_sequence(
     batch.tokens[:] = tokens
     batch.positions[:] = torch.arange(start, start + count)
     batch.lengths[:] = start + count
-    batch.queries[1] = count
+    batch.query_start_loc[1] = count
     for number, group in enumerate(batch.groups):
         group.tables[:] = torch.arange(pages) + number * pages
         group.slots[:] = batch.positions + number * pages * PAGE

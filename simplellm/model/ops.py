@@ -144,7 +144,7 @@ def attend_chunks(
 ) -> None:
     """Write to ``out`` what `attend` gives for the other sequences."""
     size = keys.shape[1]
-    queries, lengths = group.queries.tolist(), group.lengths.tolist()
+    queries, lengths = group.query_start_loc.tolist(), group.lengths.tolist()
     for row in range(group.decodes, len(lengths)):
         begin, end, length = queries[row], queries[row + 1], lengths[row]
         if begin == end or length == 0:

@@ -161,7 +161,7 @@ def groups(
             tables=tables.to(CUDA),
             offsets=integers(firsts) * PAGE,
             lengths=integers(lengths),
-            queries=integers(ends),
+            query_start_loc=integers(ends),
             decodes=len(chunks) if max(chunks) == 1 else 0,
             window=window,
             page_size=PAGE,

@@ -460,7 +460,7 @@ def check_Model_forward(candidate):
             embed_transform=lambda x, positions, factor=factor: factor * x,
         )
         batch = one_sequence(torch.tensor(ids[:5]), 0, 1, windows, device)
-        batch = replace(batch, queries=torch.tensor([0, 4], dtype=torch.int32))
+        batch = replace(batch, query_start_loc=torch.tensor([0, 4], dtype=torch.int32))
         found = model.forward(batch, pool, previous)[:4]
         eps = config.rms_norm_eps
         x = factor * embed[ids[:5]].double()

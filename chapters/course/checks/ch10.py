@@ -207,8 +207,8 @@ def check_Batch_of(candidate):
         ("tokens", [tokens]),
         ("positions", [tokens]),
         ("lengths", [sequences]),
-        ("queries", [sequences + 1]),
-        ("samples", [sequences]),
+        ("query_start_loc", [sequences + 1]),
+        ("logits_indices", [sequences]),
     ]
     grouped = [
         ("slots", [tokens]),
@@ -230,12 +230,12 @@ def check_Batch_of(candidate):
                 "each group gets `decodes` and `page_size` as they are: 2 and 16, not "
                 f"{group.decodes} and {group.page_size}"
             )
-            for name in ("lengths", "queries"):
+            for name in ("lengths", "query_start_loc"):
                 own, shared = getattr(group, name), getattr(batch, name)
                 assert own is shared or np.shares_memory(
                     np.asarray(own), np.asarray(shared)
                 ), (
-                    f"each group's {name} are the batch's {name}, in the same memory: "
+                    f"each group's {name} is the batch's {name}, in the same memory: "
                     "a graph reads them where the next step writes them"
                 )
         begin = 0
@@ -286,12 +286,12 @@ def check_Batch_pad(candidate):
                 "somebody's page: zeros, in every group"
             )
         assert not batch.lengths.any(), "a padding row attends to nothing: length 0"
-        assert not batch.queries.any(), "no row has tokens, and none is real"
+        assert not batch.query_start_loc.any(), "no row has tokens, and none is real"
         assert not batch.tokens.any(), (
             "a token of an earlier step may be a placeholder for a row that is gone: 0"
         )
-        assert not batch.positions.any() and not batch.samples.any(), (
-            "positions and samples are indices: 0 is always there"
+        assert not batch.positions.any() and not batch.logits_indices.any(), (
+            "positions and logits_indices are indices: 0 is always there"
         )
 
 

@@ -33,12 +33,12 @@ def attend(
     index = torch.arange(len(sequence), device=q.device) - ends[sequence]
     pages = group.tables[sequence, index // group.page_size].long()
     cells = pages * group.page_size + index % group.page_size
-    queries = group.queries.tolist()
+    queries = group.query_start_loc.tolist()
     total = queries[-1]
     out, lse, _ = flash_attn_varlen_func(
         q[:total],
         *(pages.flatten(0, 1)[cells] for pages in (keys, values)),
-        cu_seqlens_q=group.queries,
+        cu_seqlens_q=group.query_start_loc,
         cu_seqlens_k=ends,
         max_seqlen_q=max(end - begin for begin, end in pairwise(queries)),
         max_seqlen_k=int(counts.max()),

@@ -25,7 +25,7 @@ from simplellm.model.kernels.softmax import (
 # Triton would compile attention again for some values of these,
 VARIED = ["num_tokens", "num_sequences", "stride_table", "splits", "least"]
 # and for where these begin, which is anywhere in what a step came with.
-ANYWHERE = ["tables_ptr", "offsets_ptr", "lengths_ptr", "queries_ptr"]
+ANYWHERE = ["tables_ptr", "offsets_ptr", "lengths_ptr", "query_start_loc_ptr"]
 
 
 class PrefillTiles(NamedTuple):
@@ -98,25 +98,27 @@ def apply_mask(logits, keys, queries, first, clear, stop, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def find_sequence(queries_ptr, tile, num_tokens, num_sequences, TOKENS: tl.constexpr):
+def find_sequence(
+    query_start_loc_ptr, tile, num_tokens, num_sequences, TOKENS: tl.constexpr
+):
     """Whose tile this is, where its tokens begin and end, and where the tile begins.
 
-    The tiles of a sequence are numbered from queries[sequence] // TOKENS + sequence, so
-    that any number of tokens fits in before the next one's. Some of these tiles begin
-    outside their sequence and are nobody's. What comes after the last sequence
-    counts as one more.
+    The tiles of a sequence are numbered from query_start_loc[sequence] // TOKENS +
+    sequence, so that any number of tokens fits in before the next one's. Some of these
+    tiles begin outside their sequence and are nobody's. What comes after the last
+    sequence counts as one more.
     """
     low, high = 0, num_sequences
     while low < high:
         middle = (low + high + 1) // 2
-        if tl.load(queries_ptr + middle) // TOKENS + middle <= tile:
+        if tl.load(query_start_loc_ptr + middle) // TOKENS + middle <= tile:
             low = middle
         else:
             high = middle - 1
-    begin = tl.load(queries_ptr + low)
+    begin = tl.load(query_start_loc_ptr + low)
     end = num_tokens
     if low < num_sequences:
-        end = tl.load(queries_ptr + low + 1)
+        end = tl.load(query_start_loc_ptr + low + 1)
     return low, begin, end, begin + (tile - begin // TOKENS - low) * TOKENS
 
 
@@ -129,7 +131,7 @@ def prefill_kernel(
     tables_ptr,  # int32 [B, P]
     offsets_ptr,  # int32 [B]
     lengths_ptr,  # int32 [B]
-    queries_ptr,  # int32 [B + 1]
+    query_start_loc_ptr,  # int32 [B + 1]
     sinks_ptr,  # [H]
     out_ptr,  # [T, H, D]
     # Sizes and strides, in elements
@@ -165,7 +167,7 @@ def prefill_kernel(
     # The last queries of a sequence see the most keys: they are begun with.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     sequence, begin, end, base = find_sequence(
-        queries_ptr, tile, num_tokens, num_sequences, TOKENS
+        query_start_loc_ptr, tile, num_tokens, num_sequences, TOKENS
     )
     if (base < begin) | (base >= end):
         return
@@ -267,7 +269,15 @@ def prefill_attention(
     count = num_tokens // tiles.tokens + num_sequences + 1
     start(
         (kv_heads, count, 1),
-        *(q, keys, values, group.tables, group.offsets, group.lengths, group.queries),
+        *(
+            q,
+            keys,
+            values,
+            group.tables,
+            group.offsets,
+            group.lengths,
+            group.query_start_loc,
+        ),
         *(sinks, out, LOG2E.value * dim**-0.5),
         *(num_tokens, num_sequences, keys.stride(0), pages_in_row),
     )

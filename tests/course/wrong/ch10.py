@@ -129,7 +129,7 @@ class Cut(Batch):
     """The kept `of`, with what students change as switches."""
 
     wrap = staticmethod(lambda view: view)
-    queries_more = 1
+    query_start_loc_more = 1
     same_group = turned_tables = lengths_twice = copied_queries = False
 
     @classmethod
@@ -143,7 +143,8 @@ class Cut(Batch):
             return cls.wrap(flat[place - count : place].reshape(shape))
 
         ids, positions, lengths = take(tokens), take(tokens), take(sequences)
-        queries, samples = take(sequences + cls.queries_more), take(sequences)
+        query_start_loc = take(sequences + cls.query_start_loc_more)
+        logits_indices = take(sequences)
         groups, start = [], place
         for window in windows:
             place = start if cls.same_group else place
@@ -152,11 +153,13 @@ class Cut(Batch):
                 tables = take(pages, sequences).T
             else:
                 tables = take(sequences, pages)
-            shared = lengths if cls.lengths_twice else queries
+            shared = lengths if cls.lengths_twice else query_start_loc
             shared = shared * 1 if cls.copied_queries else shared
             parts = slots, tables, take(sequences), lengths, shared
             groups.append(KVGroup(*parts, decodes, window, page_size))
-        return cls(ids, positions, lengths, queries, samples, tuple(groups))
+        return cls(
+            ids, positions, lengths, query_start_loc, logits_indices, tuple(groups)
+        )
 
 
 @wrong("Batch.of", "where a view was wanted")
@@ -164,9 +167,9 @@ class Copies(Cut):
     wrap = staticmethod(lambda view: view * 1)  # a new array, PyTorch's or NumPy's
 
 
-@wrong("Batch.of", "queries has the shape")
+@wrong("Batch.of", "query_start_loc has the shape")
 class FewQueries(Cut):
-    queries_more = 0
+    query_start_loc_more = 0
 
 
 @wrong("Batch.of", "none overlap")
@@ -179,12 +182,12 @@ class SamplingTensors(Cut):
     turned_tables = True
 
 
-@wrong("Batch.of", "each group's queries are")
+@wrong("Batch.of", "each group's query_start_loc is")
 class LengthsAsQueries(Cut):
     lengths_twice = True
 
 
-@wrong("Batch.of", "each group's queries are")
+@wrong("Batch.of", "each group's query_start_loc is")
 class QueriesCopied(Cut):
     copied_queries = True
 
@@ -193,7 +196,7 @@ class QueriesCopied(Cut):
 class AllZero(Batch):
     def pad(self):
         self.tokens[:] = self.positions[:] = self.lengths[:] = 0
-        self.queries[:] = self.samples[:] = 0
+        self.query_start_loc[:] = self.logits_indices[:] = 0
         for group in self.groups:
             group.slots[:] = group.tables[:] = group.offsets[:] = 0
 
@@ -209,7 +212,7 @@ class LengthOne(Batch):
 class FirstGroup(Batch):
     def pad(self):
         self.tokens[:] = self.positions[:] = self.lengths[:] = 0
-        self.queries[:] = self.samples[:] = 0
+        self.query_start_loc[:] = self.logits_indices[:] = 0
         group = self.groups[0]
         group.slots[:] = -1
         group.tables[:] = group.offsets[:] = 0
@@ -219,7 +222,7 @@ class FirstGroup(Batch):
 class TablesStay(Batch):
     def pad(self):
         self.tokens[:] = self.positions[:] = self.lengths[:] = 0
-        self.queries[:] = self.samples[:] = 0
+        self.query_start_loc[:] = self.logits_indices[:] = 0
         for group in self.groups:
             group.slots[:] = -1
 
