@@ -112,7 +112,7 @@ class Run:
             first = 1000 + start + length
             if request in self.forcing:
                 request.forced = [*range(first, first + room)]
-        self.scheduler.begin(scheduled)
+        self.scheduler.update_after_launch(scheduled)
         if scheduled:
             self.flights.append(scheduled)
         while len(self.flights) > (self.depth if scheduled else 0):
@@ -128,7 +128,7 @@ class Run:
                 tokens.append(request.forced or found)
         alive = set(self.scheduler.requests.values())
         sampling = [chunk.request for chunk in scheduled if chunk.samples]
-        new = self.scheduler.commit(scheduled, tokens)
+        new = self.scheduler.update_from_output(scheduled, tokens)
         assert [request for request, _ in new] == [r for r in sampling if r in alive]
         for request, kept in new:
             self.outputs[request] += kept
@@ -263,8 +263,8 @@ def collect(request: Request, tokens: Sequence[int]) -> list[Sequence[int]]:
     scheduler = Scheduler(plenty(), max_num_seqs=1, max_num_batched_tokens=8)
     scheduler.add([request])
     scheduled = scheduler.schedule()
-    scheduler.begin(scheduled)
-    new = scheduler.commit(scheduled, [tokens])
+    scheduler.update_after_launch(scheduled)
+    new = scheduler.update_from_output(scheduled, [tokens])
     assert all(found is request for found, _ in new)
     assert request.number in scheduler.requests or request.finish_reason
     check_integrity(scheduler.manager)
@@ -847,7 +847,7 @@ def test_prompts_beside_decodes_share_what_the_line_allows(
         prefill_chunk=8192,
     )
     scheduler.add([Request([1], 9, number=number) for number in range(decodes)])
-    scheduler.begin(scheduler.schedule())
+    scheduler.update_after_launch(scheduler.schedule())
     late = range(decodes, decodes + waiting)
     scheduler.add([Request([1] * 5000, 9, number=number) for number in late])
     lengths = [chunk.length for chunk in scheduler.schedule()]
@@ -863,13 +863,13 @@ def test_decodes_keep_their_pace_beside_a_prompt_that_ranks_before_them() -> Non
         prefill_chunk=8192,
     )
     scheduler.add([Request([1], 99, number=number) for number in range(1, 33)])
-    scheduler.begin(scheduler.schedule())
+    scheduler.update_after_launch(scheduler.schedule())
     urgent = Request([1] * 50_000, 9, number=33, priority=-1)
     scheduler.add([urgent])
     for _ in range(3):
         scheduled = scheduler.schedule()
-        scheduler.begin(scheduled)
-        scheduler.commit(scheduled, [[2]] * 32)
+        scheduler.update_after_launch(scheduled)
+        scheduler.update_from_output(scheduled, [[2]] * 32)
         assert [chunk.length for chunk in scheduled[:-1]] == [1] * 32
         assert 0 < scheduled[-1].length <= PREFILL_BESIDE_DECODES + 1
         assert scheduled[-1].request is urgent is scheduler.running[0]
@@ -884,6 +884,6 @@ def test_a_prompt_is_alone_while_the_last_token_of_others_is_on_its_way() -> Non
         prefill_chunk=8192,
     )
     scheduler.add([Request([1], 1, number=1)])
-    scheduler.begin(scheduler.schedule())
+    scheduler.update_after_launch(scheduler.schedule())
     scheduler.add([Request([1] * 10_000, 9, number=2)])
     assert [chunk.length for chunk in scheduler.schedule()] == [8192]

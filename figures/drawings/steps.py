@@ -49,8 +49,10 @@ def planned() -> list[list[ScheduledChunk]]:
 
     def step() -> list[ScheduledChunk]:
         scheduled = scheduler.schedule()
-        scheduler.begin(scheduled)
-        scheduler.commit(scheduled, [[1] for chunk in scheduled if chunk.samples])
+        scheduler.update_after_launch(scheduled)
+        scheduler.update_from_output(
+            scheduled, [[1] for chunk in scheduled if chunk.samples]
+        )
         return scheduled
 
     for number, answer in enumerate((9, 9, 3)):

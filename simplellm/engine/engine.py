@@ -57,7 +57,7 @@ class Engine(EngineBase):
         self.timer = LaunchTimer()
 
     def step(self) -> None:
-        """Begin the next forward pass, and book those that are over."""
+        """Launch the next forward pass, and collect those that are over."""
         with self.lock:
             scheduled = self.scheduler.schedule()
         if scheduled:
@@ -78,7 +78,7 @@ class Engine(EngineBase):
             decodes = bool(running) and all(chunk.length == 1 for chunk in running)
             self.timer.collected(now, now - begin, output.late, decodes)
             with self.lock:
-                new = self.scheduler.commit(scheduled, output.tokens)
+                new = self.scheduler.update_from_output(scheduled, output.tokens)
                 self.meter.step(new, now)
             for request, first, entries in output.prompts:
                 if (so_far := request.prompt_logprobs) is not None:
@@ -143,7 +143,7 @@ class Engine(EngineBase):
                     self.collect(self.depth)
             return
         with self.lock:
-            self.scheduler.begin(scheduled)
+            self.scheduler.update_after_launch(scheduled)
         self.flights.append((scheduled, flight))
 
     def end(

@@ -148,12 +148,12 @@ class Scheduler(RequestQueues):
         self._admit(scheduled, budget)
         return scheduled
 
-    def begin(self, scheduled: Sequence[ScheduledChunk]) -> None:
+    def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Book a step whose results will come: what it computes counts as there.
 
-        The tokens that it samples are UNKNOWN until `commit`, unless a grammar forces
-        them. The next step can be scheduled meanwhile: it needs how many tokens there
-        are, not which.
+        The tokens that it samples are UNKNOWN until `update_from_output`, unless a
+        grammar forces them. The next step can be scheduled meanwhile: it needs how many
+        tokens there are, not which.
         """
         for request, start, length, samples in scheduled:
             if request.finish_reason is not None:  # it was aborted meanwhile
@@ -181,7 +181,7 @@ class Scheduler(RequestQueues):
                 return "stop", tokens[:count]
         return "length" if len(tokens) >= room else None, tokens[:room]
 
-    def commit(
+    def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
         """Book the results of a step: the ``tokens`` of each chunk that samples.

@@ -252,16 +252,16 @@ class SpeculativeScheduler(Scheduler):
         first = next((i for i, c in enumerate(plain) if c.length > 1), len(plain))
         return [*plain[:first], *drafting.values(), *plain[first:]]
 
-    def begin(self, scheduled: Sequence[ScheduledChunk]) -> None:
+    def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Book a step whose results will come; of drafts, nothing is sure yet."""
-        super().begin([without_drafts(chunk) for chunk in scheduled])
+        super().update_after_launch([without_drafts(chunk) for chunk in scheduled])
 
-    def commit(
+    def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
         """Book the results of a step: of drafts, the right ones and one token more."""
         sure = [without_drafts(chunk) for chunk in scheduled]
-        new = super().commit(sure, tokens)
+        new = super().update_from_output(sure, tokens)
         sampling = [chunk for chunk in sure if chunk.samples]
         for chunk, sampled in zip(sampling, tokens, strict=True):
             request, first = chunk.request, chunk.start + chunk.length

@@ -84,9 +84,9 @@ def test_nothing_else_does(number: int, capsys: pytest.CaptureFixture[str]) -> N
     [
         ("", "Case 3 is open."),
         ("hash_pages", "the package has no function hash_pages."),
-        ("commit", "which one?"),
+        ("snapshot", "which one?"),
         ("PageManager.commit", "does what it should. But that's the file."),
-        ("Scheduler.commit", "does what it should.\n"),
+        ("Scheduler.update_from_output", "does what it should.\n"),
         (PageManager.allocate, "PageManager.allocate does what it should."),
     ],
 )

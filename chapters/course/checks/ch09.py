@@ -31,8 +31,10 @@ def book(scheduler, scheduled):
             f"request {request.number} has work up to token {start + length} and pages "
             f"for {held}: ask `_make_room` before you plan it"
         )
-    scheduler.begin(scheduled)
-    scheduler.commit(scheduled, [[7]] * sum(chunk.samples for chunk in scheduled))
+    scheduler.update_after_launch(scheduled)
+    scheduler.update_from_output(
+        scheduled, [[7]] * sum(chunk.samples for chunk in scheduled)
+    )
 
 
 def numbered(*sizes):
@@ -120,7 +122,7 @@ def check_Scheduler__make_room(candidate):
         scheduler.add(four)
         scheduled: list[ScheduledChunk] = []
         scheduler._admit(scheduled, 64)
-        scheduler.begin(scheduled)
+        scheduler.update_after_launch(scheduled)
         return scheduler, four
 
     def state(four):
@@ -284,7 +286,7 @@ def no_work_without_a_token_to_compute(kind):
     scheduler.add([one, other])
     scheduled = scheduler.schedule()
     assert len(scheduled) == 2, "both prompts fit into the first step"
-    scheduler.begin(scheduled)  # and nothing is committed yet
+    scheduler.update_after_launch(scheduled)  # and nothing is committed yet
     found = of(scheduler.schedule())
     assert 0 not in found, (
         "request 0 may have one token, and that is being computed: `_ready` says that "
@@ -359,7 +361,7 @@ def random_crowds(kind):
         assert not scheduler.requests, f"not done after {STEPS} steps"
 
 
-def check_Scheduler_commit(candidate):
+def check_Scheduler_update_from_output(candidate):
     """Ends, placeholders, and chunks that sample nothing."""
     kind = whole(candidate, Scheduler)
 
@@ -368,7 +370,7 @@ def check_Scheduler_commit(candidate):
         requests = numbered(*sizes)
         scheduler.add(requests)
         scheduled = make_works(scheduler)
-        scheduler.begin(scheduled)
+        scheduler.update_after_launch(scheduled)
         return scheduler, requests, scheduled
 
     def make_works(scheduler):
@@ -377,7 +379,7 @@ def check_Scheduler_commit(candidate):
         return scheduled
 
     scheduler, (one, two), scheduled = started((3, 5), (2, 5))
-    told = scheduler.commit(scheduled, [[11], [12]])
+    told = scheduler.update_from_output(scheduled, [[11], [12]])
     assert (one.tokens, two.tokens) == ([1, 1, 1, 11], [2, 2, 12]), (
         f"the placeholder {UNKNOWN} behind the prompt is replaced by the token that "
         f"was sampled: {one.tokens}, {two.tokens}"
@@ -389,7 +391,7 @@ def check_Scheduler_commit(candidate):
     assert one.finish_reason is None, "5 tokens are asked for, and this was the first"
 
     scheduler, (one, two), scheduled = started((9, 5), (2, 5), prefill_chunk=4)
-    scheduler.commit(scheduled, [[12]])
+    scheduler.update_from_output(scheduled, [[12]])
     assert one.tokens == [1] * 9 and two.tokens == [2, 2, 12], (
         "request 0 computed a chunk and samples nothing: tokens has a list for each "
         f"work that samples, and no other; {one.tokens}, {two.tokens}"
@@ -397,7 +399,7 @@ def check_Scheduler_commit(candidate):
 
     scheduler, (one, two), scheduled = started((3, 1), (2, 5))
     two.stop_ids = frozenset([13])
-    scheduler.commit(scheduled, [[11], [13]])
+    scheduler.update_from_output(scheduled, [[11], [13]])
     assert one.finish_reason == "length", (
         "request 0 has all of its tokens: it has to be finished, with the reason that "
         f"`_keep` gives, 'length', not {one.finish_reason!r}"
@@ -412,7 +414,7 @@ def check_Scheduler_commit(candidate):
 
     scheduler, (one, two), scheduled = started((3, 5), (2, 5))
     scheduler.finish(one, "abort")
-    told = scheduler.commit(scheduled, [[11], [12]])
+    told = scheduler.update_from_output(scheduled, [[11], [12]])
     assert [request.number for request, _ in told] == [1], (
         "request 0 was aborted while its step ran: nobody is told of its token"
     )
@@ -424,18 +426,18 @@ def check_Scheduler_commit(candidate):
 
     scheduler, (one,), scheduled = started((3, 9))
     later = make_works(scheduler)
-    scheduler.begin(later)  # with overlap: two steps are in the air
-    scheduler.commit(scheduled, [[11]])
+    scheduler.update_after_launch(later)  # with overlap: two steps are in the air
+    scheduler.update_from_output(scheduled, [[11]])
     assert one.tokens == [1, 1, 1, 11, UNKNOWN], (
         "two steps are in the air, and the first of them lands: its token belongs to "
         f"position start + length, not to the end of the list; {one.tokens}"
     )
-    scheduler.commit(later, [[12]])
+    scheduler.update_from_output(later, [[12]])
     assert one.tokens == [1, 1, 1, 11, 12], f"then the second one: {one.tokens}"
 
     scheduler, (one, two), scheduled = started((3, 2), (2, 9))
     two.stop_ids = frozenset([15])
-    told = scheduler.commit(scheduled, [[11, 12, 13], [14, 15, 16]])
+    told = scheduler.update_from_output(scheduled, [[11, 12, 13], [14, 15, 16]])
     kept = [list(tokens) for _, tokens in told]
     assert kept == [[11, 12], [14, 15]], (
         "a step may land several tokens: what is beyond max_tokens or a stop token is "
@@ -450,10 +452,10 @@ def check_Scheduler_commit(candidate):
     scheduler.add([one])
     scheduled = make_works(scheduler)
     one.forced = [11, 12]
-    scheduler.begin(scheduled)
+    scheduler.update_after_launch(scheduled)
     one.forced = []
-    scheduler.begin(make_works(scheduler))
-    scheduler.commit(scheduled, [[11, 12]])
+    scheduler.update_after_launch(make_works(scheduler))
+    scheduler.update_from_output(scheduled, [[11, 12]])
     assert one.tokens == [1, 1, 1, 11, 12, UNKNOWN], (
         "two tokens were forced, so that they stood in the list already: what a step "
         f"lands takes the place of as many tokens as it has; {one.tokens}"
@@ -464,8 +466,8 @@ def check_Scheduler_commit(candidate):
     scheduler.add([one])
     scheduled = make_works(scheduler)
     one.forced = [11, 12, 13]
-    scheduler.begin(scheduled)
-    scheduler.commit(scheduled, [[11, 12, 13]])
+    scheduler.update_after_launch(scheduled)
+    scheduler.update_from_output(scheduled, [[11, 12, 13]])
     assert one.tokens == [1, 1, 1, 11, 12], (
         "three tokens were forced and stood in the list, and the second ends the "
         "request: what it keeps takes the place of all three, or the third stays "

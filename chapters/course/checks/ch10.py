@@ -38,7 +38,8 @@ class Ticks:
         number = sum(kind == "launch" for kind, _ in self.log)
         for request, start, _, _ in scheduled:
             assert request.num_computed_tokens == start, (
-                "`begin` was called before `launch`: it books that a step was started"
+                "`update_after_launch` was called before `launch`: it books that a "
+                "step was started"
             )
         self.log.append(("launch", number))
         sampling = [chunk.request.number for chunk in scheduled if chunk.samples]
@@ -90,7 +91,8 @@ def check_step_ahead(step_ahead):
     )
     assert requests[0].tokens[3:] == [7, 7, -1], (
         "two steps have landed and one is in the air: two tokens and a placeholder, "
-        f"which `begin` puts there; the request has {requests[0].tokens[3:]}"
+        "which `update_after_launch` puts there; "
+        f"the request has {requests[0].tokens[3:]}"
     )
     for _ in range(STEPS):
         if not (scheduler.requests or flights):

@@ -202,9 +202,9 @@ class ReadyOrNot(Scheduler):
         return request.number not in busy
 
 
-@wrong("Scheduler.commit", "position start + length")
+@wrong("Scheduler.update_from_output", "position start + length")
 class AtTheEnd(Scheduler):
-    def commit(self, scheduled, tokens):
+    def update_from_output(self, scheduled, tokens):
         new = []
         sampling = [chunk for chunk in scheduled if chunk.samples]
         for (request, start, length, _), found in zip(sampling, tokens, strict=True):
@@ -217,9 +217,9 @@ class AtTheEnd(Scheduler):
         return new
 
 
-@wrong("Scheduler.commit", "is replaced")
+@wrong("Scheduler.update_from_output", "is replaced")
 class Appended(Scheduler):
-    def commit(self, scheduled, tokens):
+    def update_from_output(self, scheduled, tokens):
         new = []
         sampling = [chunk for chunk in scheduled if chunk.samples]
         for (request, start, length, _), found in zip(sampling, tokens, strict=True):
@@ -232,9 +232,9 @@ class Appended(Scheduler):
         return new
 
 
-@wrong("Scheduler.commit", "samples nothing")
+@wrong("Scheduler.update_from_output", "samples nothing")
 class EveryWork(Scheduler):
-    def commit(self, scheduled, tokens):
+    def update_from_output(self, scheduled, tokens):
         new = []
         for (request, start, length, _), found in zip(scheduled, tokens, strict=False):
             if request.finish_reason is None:
@@ -246,21 +246,23 @@ class EveryWork(Scheduler):
         return new
 
 
-@wrong("Scheduler.commit", "was aborted")
+@wrong("Scheduler.update_from_output", "was aborted")
 class ToldAfterItsEnd(Scheduler):
-    def commit(self, scheduled, tokens):
+    def update_from_output(self, scheduled, tokens):
         ended = [w.request for w in scheduled if w.request.finish_reason is not None]
-        return super().commit(scheduled, tokens) + [(request, [0]) for request in ended]
+        return super().update_from_output(scheduled, tokens) + [
+            (request, [0]) for request in ended
+        ]
 
 
-@wrong("Scheduler.commit", "pair chunks and lists first")
+@wrong("Scheduler.update_from_output", "pair chunks and lists first")
 class SkipsBeforeItPairs(Scheduler):
-    def commit(self, scheduled, tokens):
+    def update_from_output(self, scheduled, tokens):
         live = [w for w in scheduled if w.samples and w.request.finish_reason is None]
-        return super().commit(live, tokens[: len(live)])
+        return super().update_from_output(live, tokens[: len(live)])
 
 
-@wrong("Scheduler.commit", "has to be finished")
+@wrong("Scheduler.update_from_output", "has to be finished")
 class NeverFinished(Scheduler):
     def finish(self, request, reason):
         pass
@@ -362,9 +364,9 @@ class ChunksAsLargeAsTheBudget(Schedules):
                     self.give(scheduled, busy, request, length)
 
 
-@wrong("Scheduler.commit", "after the end")
+@wrong("Scheduler.update_from_output", "after the end")
 class ReplacesWhatItKeeps(Scheduler):
-    def commit(self, scheduled, tokens):
+    def update_from_output(self, scheduled, tokens):
         new = []
         sampling = [chunk for chunk in scheduled if chunk.samples]
         for (request, start, length, _), found in zip(sampling, tokens, strict=True):

@@ -12,19 +12,19 @@ from wrong import wrong
 def books_before_it_launches(scheduler, runner, flights):
     scheduled = scheduler.schedule()
     if scheduled:
-        scheduler.begin(scheduled)
+        scheduler.update_after_launch(scheduled)
         flights.append((scheduled, runner.launch(scheduled)))
     while len(flights) > bool(scheduled):
         before, flight = flights.pop(0)
-        scheduler.commit(before, flight().tokens)
+        scheduler.update_from_output(before, flight().tokens)
 
 
 @wrong("step_ahead", "in the air")
 def waits_at_once(scheduler, runner, flights):
     scheduled = scheduler.schedule()
     flight = runner.launch(scheduled)
-    scheduler.begin(scheduled)
-    scheduler.commit(scheduled, flight().tokens)
+    scheduler.update_after_launch(scheduled)
+    scheduler.update_from_output(scheduled, flight().tokens)
 
 
 @wrong("step_ahead", "before the host waits")
@@ -32,10 +32,10 @@ def lands_first(scheduler, runner, flights):
     scheduled = scheduler.schedule()
     while flights:
         before, flight = flights.pop(0)
-        scheduler.commit(before, flight().tokens)
+        scheduler.update_from_output(before, flight().tokens)
     if scheduled:
         flights.append((scheduled, runner.launch(scheduled)))
-        scheduler.begin(scheduled)
+        scheduler.update_after_launch(scheduled)
 
 
 @wrong("step_ahead", "launch nothing")
@@ -43,10 +43,10 @@ def never_lands_the_last(scheduler, runner, flights):
     scheduled = scheduler.schedule()
     if scheduled:
         flights.append((scheduled, runner.launch(scheduled)))
-        scheduler.begin(scheduled)
+        scheduler.update_after_launch(scheduled)
     while len(flights) > 1:
         before, flight = flights.pop(0)
-        scheduler.commit(before, flight().tokens)
+        scheduler.update_from_output(before, flight().tokens)
 
 
 @wrong("step_ahead", "all but the last one")
@@ -54,10 +54,10 @@ def two_in_the_air(scheduler, runner, flights):
     scheduled = scheduler.schedule()
     if scheduled:
         flights.append((scheduled, runner.launch(scheduled)))
-        scheduler.begin(scheduled)
+        scheduler.update_after_launch(scheduled)
     if len(flights) > 2 or not scheduled:
         before, flight = flights.pop(0)
-        scheduler.commit(before, flight().tokens)
+        scheduler.update_from_output(before, flight().tokens)
 
 
 class Recording(TorchDispatchMode):
