@@ -33,7 +33,7 @@ from simplellm.model.kernels import (
 from simplellm.model.kernels.launch import launcher
 
 OTHERS = {"experts", "experts_one", "grouped", "head", "linear", "quantized"}
-OTHERS |= {"grouped_few", "rounding", "routing", "sorting"}
+OTHERS |= {"blocks", "grouped_few", "rounding", "routing", "sorting"}
 
 # What a kernel may read before it waits for the kernel ahead: weights, what the step
 # came with, and what a kernel has written that all later ones have waited for.

@@ -15,6 +15,7 @@ from simplellm.checkpoint.names import tensor_names
 from simplellm.checkpoint.scaled import E4M3, Scaled, join
 from simplellm.model import feed_forward, ops
 from simplellm.model.build import build
+from simplellm.model.kernels.blocks import Dispatch
 from simplellm.model.kernels.fragments import prepare
 from simplellm.model.kernels.fused import fused
 from simplellm.model.kernels.grouped import (
@@ -25,7 +26,7 @@ from simplellm.model.kernels.grouped import (
     experts,
     multiply_groups,
 )
-from simplellm.model.kernels.routing import Dispatch, dispatch
+from simplellm.model.kernels.routing import dispatch
 from simplellm.model.layers import Attention, Experts, Layer
 
 exhaustive = pytest.mark.exhaustive

@@ -10,8 +10,9 @@ puts them together in a table of operations.
   `other_families.py` and `gated.py` what other families need besides.
 - `attention.py` chooses between `prefill.py` and `decode.py`, both made of the parts in
   `softmax.py`; `flash.py` is flash-attn.
-- `sorting.py`, `routing.py`, `experts.py`, `experts_one.py`, `fragments.py`: experts in
-  MXFP4; `grouped.py` and `grouped_few.py` those of other formats.
+- `blocks.py`, `sorting.py`, `routing.py`, `experts.py`, `experts_one.py` and
+  `fragments.py`: experts in MXFP4; `grouped.py` and `grouped_few.py` those of other
+  formats.
 - `quantized.py`, `scales.py` and `rounding.py`: weights of 8 bits, and inputs.
 - `draw.py`, `filters.py`, `penalties.py`: choosing tokens.
 - `bandwidth.py` measures how fast memory is read.

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm.model.kernels.blocks import Dispatch
 from simplellm.model.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.model.kernels.fragments import (
     UNSHIFT,
@@ -27,7 +28,7 @@ from simplellm.model.kernels.fragments import (
     decode_weights,
 )
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
-from simplellm.model.kernels.routing import Dispatch, dispatch, route_tokens
+from simplellm.model.kernels.routing import dispatch, route_tokens
 from simplellm.model.layers import Experts
 
 

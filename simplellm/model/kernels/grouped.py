@@ -22,12 +22,13 @@ from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import Scaled
+from simplellm.model.kernels.blocks import Dispatch
 from simplellm.model.kernels.gated import apply_gate, gate_and_up_rows
 from simplellm.model.kernels.grouped_few import are_few, experts_few
 from simplellm.model.kernels.launch import Launcher, launcher
 from simplellm.model.kernels.linear import dot_tile
 from simplellm.model.kernels.rounding import round_rows
-from simplellm.model.kernels.routing import Dispatch, dispatch, route_tokens
+from simplellm.model.kernels.routing import dispatch, route_tokens
 from simplellm.model.layers import Experts
 
 

@@ -12,16 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.kernels.argmax_keys import LOWEST, index_of, ordered
+from simplellm.model.kernels.blocks import Dispatch, count_pairs, write_blocks
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.linear import project_exactly
-from simplellm.model.kernels.sorting import (
-    VARYING,
-    Dispatch,
-    count_pairs,
-    max_blocks,
-    sort_small_kernel,
-    write_blocks,
-)
+from simplellm.model.kernels.sorting import VARYING, max_blocks, sort_small_kernel
 
 COMPARED = 4096  # pairs of which each is compared with each
 PLACED = 512  # pairs that a program counts and then places when there are more

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from simplellm.apps.roofline import Reads, step_flops
 from simplellm.apps.roofline import read_bytes as kept_read_bytes
-from simplellm.model.kernels.sorting import count_pairs, write_blocks
+from simplellm.model.kernels.blocks import count_pairs, write_blocks
 from simplellm.model.memory import kv_bytes, weight_bytes
 from wrong import wrong
 
