@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.batch import KVGroup
+from simplellm.model.kernels.key_tiles import LOG2E, NO_KEY, init_acc, load_pair
 from simplellm.model.kernels.launch import (
     Launcher,
     launcher,
@@ -21,15 +22,7 @@ from simplellm.model.kernels.launch import (
     set_carveout,
 )
 from simplellm.model.kernels.prefill import ANYWHERE, VARIED, block_of, padded
-from simplellm.model.kernels.softmax import (
-    LOG2E,
-    NO_KEY,
-    find_rows,
-    init_acc,
-    join_parts,
-    load_pair,
-    softmax_update,
-)
+from simplellm.model.kernels.softmax import find_rows, join_parts, softmax_update
 
 
 class DecodeTiles(NamedTuple):

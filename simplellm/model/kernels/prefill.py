@@ -13,14 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.batch import KVGroup
+from simplellm.model.kernels.key_tiles import LOG2E, init_acc, load_pair
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
-from simplellm.model.kernels.softmax import (
-    LOG2E,
-    find_rows,
-    init_acc,
-    load_pair,
-    softmax_update,
-)
+from simplellm.model.kernels.softmax import find_rows, softmax_update
 
 # Triton would compile attention again for some values of these,
 VARIED = ["num_tokens", "num_sequences", "stride_table", "splits", "least"]
