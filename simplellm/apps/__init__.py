@@ -6,6 +6,6 @@
 `info.py` describes a checkpoint and `quantize.py` rewrites one. `jobs.py` answers files
 of requests, in `jobs_openai.py` those in OpenAI's form. `bench.py` measures a model and
 `bench_formats.py` its number formats, beside the limit of `roofline.py`, on the machine
-that `peaks.py` measures; `report.py` prints both. `workloads.py` draws requests that
-`traffic.py` sends to a server.
+that `peaks.py` measures, and `bench_speculation.py` what drafts bring; `report.py`
+prints all. `workloads.py` draws requests that `traffic.py` sends to a server.
 """

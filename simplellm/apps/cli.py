@@ -275,6 +275,19 @@ def batch(
     return summarize(screen, done, failures)
 
 
+def compare(
+    llm: Any, model: str | None, formats: bool, drafts: tuple[Any, Any], **options: Any
+) -> tuple[dict[str, Any], Any]:
+    """The record of number formats, or of what drafts bring, and a table's columns."""
+    from simplellm.apps import bench_formats, bench_speculation
+
+    if formats:
+        record = bench_formats.measure_formats(llm, model, **options)
+        return record, bench_formats.FORMAT_ROWS
+    record = bench_speculation.measure_speculation(llm, model, *drafts, **options)
+    return record, bench_speculation.ROWS
+
+
 @app.command()
 def bench(
     ctx: typer.Context,
@@ -286,6 +299,8 @@ def bench(
     prefill: options.Prefills = "",
     context: options.Contexts = "",
     formats: options.Formats = False,
+    speculative: options.Speculative = None,
+    num_speculative_tokens: options.Drafts = None,
     load: options.LoadName = "",
     url: options.URL = "",
     requests: options.Count = 100,
@@ -308,11 +323,12 @@ def bench(
         from simplellm.api.llm import LLM
         from simplellm.apps import report, traffic
         from simplellm.apps.bench import measure, plan_steps
-        from simplellm.apps.bench_formats import FORMAT_ROWS, measure_formats
     draw: Any = None
+    drafts = speculative, num_speculative_tokens
     if plot is not None:
         report.check_plot(plot)
-        expect(not formats, "--plot", str(plot), "none with --formats")
+        other = "formats" if formats else speculative and "speculative"
+        expect(not other, "--plot", str(plot), f"none with --{other}")
     command: dict[str, Any] = {"command": shlex.join(["simplellm", *ctx.obj])}
     start: dict[str, Any] = {"random_weights": random_weights, "device": device}
     if load or url or results or (rate, clients) != (None, None):
@@ -323,9 +339,9 @@ def bench(
         record = command | traffic.summarize_traffic(outcomes) | {"seed": drawn}
         report.show_traffic(record, screen.out)
         draw = partial(report.plot_traffic, traffic.latencies(outcomes))
-    elif formats:
-        record = measure_formats(LLM, model, **start, **command)
-        screen.out.print(report.tabulate(record["rows"], FORMAT_ROWS))
+    elif formats or drafts != (None, None):
+        record, columns = compare(LLM, model, formats, drafts, **start, **command)
+        screen.out.print(report.tabulate(record["rows"], columns))
     else:
         plan = plan_steps(batch, input_len, output_len, prefill, context)
         record = measure(plan, LLM, model, **start, **command)
