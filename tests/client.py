@@ -38,11 +38,11 @@ class Client:
         self.events: dict[int, list[Event]] = defaultdict(list)
 
     def ask(self, prompt: Sequence[int], count: int) -> int:
-        """Queue a request for ``count`` tokens; its number."""
+        """Queue a request for ``count`` tokens; its id."""
         params = SamplingParams(temperature=0, max_tokens=count)
         number = len(self.events)
         self.events[number] = []
-        self.engine.submit([Request(list(prompt), count, params, number=number)])
+        self.engine.submit([Request(list(prompt), count, params, request_id=number)])
         return number
 
     def step(self) -> int:
@@ -52,7 +52,7 @@ class Client:
         while not self.engine.events.empty():
             event = self.engine.events.get()
             assert event is not None
-            self.events[event.number].append(event)
+            self.events[event.request_id].append(event)
             count += len(event.tokens)
         return count
 

@@ -67,7 +67,7 @@ class Clockwork:
         ``aborts`` are times and places of requests among the arrivals.
         """
         self.mail = [
-            (when, Request([0] * prompt, new, arrival_time=when, number=number))
+            (when, Request([0] * prompt, new, arrival_time=when, request_id=number))
             for number, (when, prompt, new) in enumerate(arrivals)
         ]
         self.mail += [(when, (number, "abort")) for when, number in aborts]
@@ -76,7 +76,7 @@ class Clockwork:
         assert self.engine.dead is None
         found: dict[int, list[Event]] = {}
         while (event := self.engine.events.get()) is not None:
-            found.setdefault(event.number, []).append(event)
+            found.setdefault(event.request_id, []).append(event)
         return found
 
     @property

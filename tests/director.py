@@ -53,7 +53,7 @@ class Director:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = steps
-        self.scripts: dict[int, list[int]] = {}  # of requests, by number
+        self.scripts: dict[int, list[int]] = {}  # of requests, by id
 
     def script(self, prompt: str) -> str:
         """The next call; at the end an answer that only the results can give."""
@@ -68,11 +68,11 @@ class Director:
         return f"{THOUGHT}<|channel|>final<|message|>{text}<|return|>"
 
     def token(self, request: Request) -> int:
-        if request.number not in self.scripts:
+        if request.request_id not in self.scripts:
             prompt = TOKENIZER.decode(request.tokens[: request.num_prompt])
             script = self.script(prompt)
-            self.scripts[request.number] = TOKENIZER.encode(script, special=True)
-        script_ids = self.scripts[request.number]
+            self.scripts[request.request_id] = TOKENIZER.encode(script, special=True)
+        script_ids = self.scripts[request.request_id]
         return script_ids[min(request.num_output, len(script_ids) - 1)]
 
 

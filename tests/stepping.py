@@ -71,7 +71,7 @@ class Stepper:
     def add(self, number: int, tokens: Sequence[int]) -> int:
         """Begin a sequence; how many of its tokens are there already."""
         request = Request(tokens=list(tokens), max_tokens=1)
-        request.number = number
+        request.request_id = number
         request.num_computed_tokens = self.manager.add(number, request.tokens)
         self.requests[number] = request
         return request.num_computed_tokens
@@ -80,7 +80,7 @@ class Stepper:
         """Begin a sequence with all that is computed of ``parent``."""
         self.manager.fork(parent, child)
         request = Request(tokens=list(tokens), max_tokens=1)
-        request.number, request.num_computed_tokens = (
+        request.request_id, request.num_computed_tokens = (
             child,
             self.requests[parent].num_computed_tokens,
         )

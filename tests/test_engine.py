@@ -66,20 +66,20 @@ def ask(
         max_tokens=params.max_tokens,
         params=params,
         stop_ids=frozenset(params.stop_token_ids),
-        number=next(numbers),
+        request_id=next(numbers),
         **fields,
     )
 
 
 def finish(engine: Engine) -> dict[int, list[Event]]:
-    """Steps until nothing is left; the events by the number of their request."""
+    """Steps until nothing is left; the events by the id of their request."""
     while engine.scheduler.requests or engine.flights:
         engine.step()
         check_integrity(engine.scheduler.manager)
     assert engine.scheduler.manager.usage == 0
     found: dict[int, list[Event]] = {}
     for event in drain(engine):
-        found.setdefault(event.number, []).append(event)
+        found.setdefault(event.request_id, []).append(event)
     return found
 
 
@@ -99,7 +99,7 @@ def test_steps_can_be_made_by_hand(make: Any, right: Recompute) -> None:
     engine = make()
     request = ask([1, 2, 3], replace(GREEDY, max_tokens=3))
     engine.submit([request])
-    events = finish(engine)[request.number]
+    events = finish(engine)[request.request_id]
     assert (tokens_of(events), "length") == right([1, 2, 3], request.params)
     assert [event.finish_reason for event in events] == [None, None, "length"]
     assert all(len(event.tokens) == 1 for event in events)
@@ -156,7 +156,7 @@ def test_the_same_tokens_whatever_the_config(
     events = finish(engine)
     for request, prompt in zip(requests, PROMPTS, strict=True):
         expected = right(prompt, request.params)
-        assert (tokens_of(events[request.number]), "length") == expected
+        assert (tokens_of(events[request.request_id]), "length") == expected
     stats = engine.stats()
     assert stats.finished == {"length": 5} and stats.generated_tokens == 85
     assert stats.preemptions > 0 or name != "tight pages"
@@ -188,15 +188,15 @@ def test_penalties_count_as_lists_would(
     requests += [ask([number] * 5) for number in range(4)]
     chance = random.Random(0)
     chance.shuffle(requests)
-    prompts = {r.number: list(r.tokens) for r in requests}
+    prompts = {r.request_id: list(r.tokens) for r in requests}
     waiting = list(requests)
     while waiting:
         engine.submit([waiting.pop()])
         engine.step()
     events = finish(engine)
     for request in requests:
-        found = tokens_of(events[request.number]), request.finish_reason
-        assert found == right(prompts[request.number], request.params)
+        found = tokens_of(events[request.request_id]), request.finish_reason
+        assert found == right(prompts[request.request_id], request.params)
     assert (engine.stats().preemptions > 0) == (num_pages == 24)
 
 
@@ -233,8 +233,8 @@ def test_a_mask_knows_the_last_token_while_the_next_step_is_computed(
     engine.runner.start_forward, engine.runner.sample = watch_start, watch_choose
     engine.submit([careful, other])
     events = finish(engine)
-    assert tokens_of(events[careful.number]) == right([1, 2, 3], GREEDY)[0]
-    assert tokens_of(events[other.number]) == right([4, 5], other.params)[0]
+    assert tokens_of(events[careful.request_id]) == right([1, 2, 3], GREEDY)[0]
+    assert tokens_of(events[other.request_id]) == right([4, 5], other.params)[0]
     steps = 6
     assert flights == [0] + [1] * 11
     assert known[:steps] == [True] * steps and not any(known[steps + 1 :])
@@ -246,7 +246,7 @@ def test_a_step_may_land_several_tokens(model: Model, right: Recompute) -> None:
     stop = replace(GREEDY, stop_token_ids=(50,), max_tokens=9)
     requests = [ask([1], replace(GREEDY, max_tokens=3)), ask([2], stop), ask([3])]
     script = {
-        r.number: iter(t)
+        r.request_id: iter(t)
         for r, t in zip(
             requests,
             ([[7, 8], [9, 10]], [[4], [5, 50, 6]], [[1, 2, 3], [4], [5, 6]]),
@@ -257,18 +257,18 @@ def test_a_step_may_land_several_tokens(model: Model, right: Recompute) -> None:
 
     def several(scheduled: Sequence[ScheduledChunk]) -> Any:
         output = launch(scheduled)()
-        tokens = [next(script[c.request.number]) for c in scheduled if c.samples]
+        tokens = [next(script[c.request.request_id]) for c in scheduled if c.samples]
         return lambda: output._replace(tokens=tokens)
 
     engine.runner.launch = several
     # A request of which several tokens are known has their keys and values computed.
     engine.submit(requests)
     engine.step()
-    found = {event.number: event.tokens for event in drain(engine)}
-    assert [list(found[r.number]) for r in requests] == [[7, 8], [4], [1, 2, 3]]
+    found = {event.request_id: event.tokens for event in drain(engine)}
+    assert [list(found[r.request_id]) for r in requests] == [[7, 8], [4], [1, 2, 3]]
     assert engine.stats().generated_tokens == 6
     events = finish(engine)
-    first, second, third = (events[r.number] for r in requests)
+    first, second, third = (events[r.request_id] for r in requests)
     assert (list(first[-1].tokens), first[-1].finish_reason) == ([9], "length")
     assert (list(second[-1].tokens), second[-1].finish_reason) == ([5, 50], "stop")
     assert [t for e in third for t in e.tokens] == [4, 5, 6]
@@ -284,7 +284,7 @@ def test_logprobs_come_with_their_tokens(make: Any, model: Model) -> None:
     events = finish(engine)
     for request in requests:
         rows = model.logits(request.tokens).log_softmax(-1)[request.num_prompt - 1 :]
-        for row, event in zip(rows, events[request.number], strict=False):
+        for row, event in zip(rows, events[request.request_id], strict=False):
             if request.params.logprobs is None:
                 assert event.logprobs is None
                 continue
@@ -299,7 +299,7 @@ def test_what_the_cache_held_is_told(make: Any) -> None:
     for cached in (0, 40):
         request = ask(range(41))
         engine.submit([request])
-        events = finish(engine)[request.number]
+        events = finish(engine)[request.request_id]
         assert {event.cached_tokens for event in events} == {cached}
 
 
@@ -314,8 +314,8 @@ def test_an_abort_while_a_step_is_under_way(make: Any) -> None:
     engine.end(first, "abort")
     engine.end(first, "abort")  # once is enough
     events = finish(engine)
-    assert [event.finish_reason for event in events[first.number]] == ["abort"]
-    assert len(tokens_of(events[second.number])) == 9
+    assert [event.finish_reason for event in events[first.request_id]] == ["abort"]
+    assert len(tokens_of(events[second.request_id])) == 9
     assert engine.stats().finished == {"abort": 1, "length": 1}
 
 
@@ -351,7 +351,7 @@ def test_a_priority_goes_first(make: Any) -> None:
     engine.submit([last])
     engine.submit([middle, first])
     ends = [number for number, events in finish(engine).items() if tokens_of(events)]
-    assert ends[-3:] == [first.number, middle.number, last.number]
+    assert ends[-3:] == [first.request_id, middle.request_id, last.request_id]
 
 
 def test_ten_thousand_prompts_in_one_call(make: Any) -> None:
@@ -392,12 +392,12 @@ def test_a_request_that_makes_its_steps_fail_harms_no_other(
     requests = [
         ask([n] * 20, params, siblings=[ask([n] * 20, params)]) for n in range(9)
     ]
-    bad = {r.number for r in (requests[4], *requests[4].siblings)}
+    bad = {r.request_id for r in (requests[4], *requests[4].siblings)}
     samples = [[r, *r.siblings] for r in requests]
     inject(
         engine,
         lambda scheduled: any(
-            w.request.number in bad and w.request.num_output == 5 for w in scheduled
+            w.request.request_id in bad and w.request.num_output == 5 for w in scheduled
         ),
     )
     engine.submit(requests)
@@ -405,8 +405,8 @@ def test_a_request_that_makes_its_steps_fail_harms_no_other(
     for number, family in enumerate(samples):
         expected, _ = right([number] * 20, params)
         for request in family:
-            found = events[request.number]
-            if request.number not in bad:
+            found = events[request.request_id]
+            if request.request_id not in bad:
                 assert tokens_of(found) == expected
                 continue
             assert tokens_of(found) == expected[:5]
@@ -429,10 +429,10 @@ def test_a_failure_after_the_pass_leaves_no_wrong_pages(make: Any) -> None:
     engine.runner.launch = spoil
     first, second = (ask(range(40), replace(GREEDY, logprobs=0)) for _ in range(2))
     engine.submit([first])
-    assert finish(engine)[first.number][-1].finish_reason == "error"
+    assert finish(engine)[first.request_id][-1].finish_reason == "error"
     engine.runner.launch = launch
     engine.submit([second])
-    for event in finish(engine)[second.number]:
+    for event in finish(engine)[second.request_id]:
         assert all(math.isfinite(entry.logprob) for entry in event.logprobs or ())
 
 
@@ -473,13 +473,13 @@ def test_steps_that_fail_to_start_are_tried_one_by_one(
         prompt = [chance.randrange(97) for _ in range(chance.randint(1, 40))]
         kind = {"seed": number, "max_tokens": 12} | KINDS[number % len(KINDS)]
         requests.append(ask(prompt, SamplingParams(**kind)))
-    prompts = {r.number: list(r.tokens) for r in requests}
+    prompts = {r.request_id: list(r.tokens) for r in requests}
     engine.submit(requests)
     events = finish(engine)
     failed = 0
     for request in requests:
-        expected, reason = right(prompts[request.number], request.params)
-        found = events[request.number]
+        expected, reason = right(prompts[request.request_id], request.params)
+        found = events[request.request_id]
         if found[-1].finish_reason == "error":
             failed += 1
             tokens = tokens_of(found)
@@ -504,7 +504,7 @@ def test_snapshots_agree_with_themselves_under_load(make: Any) -> None:
         request = ask([number] * (9 + number % 5), params, siblings=others)
         engine.submit([request])
         if number % 4 == 3:
-            engine.abort(request.number)
+            engine.abort(request.request_id)
         shots.append(engine.snapshot())
     while shots[-1]["running"] or shots[-1]["waiting"]:
         time.sleep(0.002)
@@ -514,7 +514,7 @@ def test_snapshots_agree_with_themselves_under_load(make: Any) -> None:
     assert any(shot["waiting"] for shot in shots)
     for shot in shots:
         pages, running = shot["pages"], shot["running"]
-        assert set(pages["tables"]) == {entry["number"] for entry in running}
+        assert set(pages["tables"]) == {entry["request_id"] for entry in running}
         held = [0] * pages["num_pages"]
         for tables in pages["tables"].values():
             for page in itertools.chain(*tables):
@@ -524,7 +524,7 @@ def test_snapshots_agree_with_themselves_under_load(make: Any) -> None:
         assert pages["free"] + len(pages["cached"]) == held.count(0)
         for entry in running:
             assert entry["computed"] <= entry["prompt"] + entry["output"]
-            rows = len(pages["tables"][entry["number"]][0]) * pages["page_size"]
+            rows = len(pages["tables"][entry["request_id"]][0]) * pages["page_size"]
             assert rows >= entry["computed"]
 
 

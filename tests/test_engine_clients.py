@@ -53,19 +53,19 @@ def engine(make: Make, folder: Path) -> Iterator[EngineClient]:
 
 def ask(max_tokens: int, token: int = 7) -> Request:
     params = SamplingParams(temperature=0, seed=1)
-    return Request([token] * 5, max_tokens, params, number=next(numbers))
+    return Request([token] * 5, max_tokens, params, request_id=next(numbers))
 
 
 def ends(engine: EngineClient, *requests: Request) -> dict[int, list[Event]]:
     """The events of requests, up to the last one of each."""
-    found: dict[int, list[Event]] = {request.number: [] for request in requests}
+    found: dict[int, list[Event]] = {request.request_id: [] for request in requests}
     left = set(found)
     while left:
         event = engine.events.get()
         assert event is not None
-        found[event.number].append(event)
+        found[event.request_id].append(event)
         if event.finish_reason is not None:
-            left.remove(event.number)
+            left.remove(event.request_id)
     return found
 
 
@@ -78,8 +78,8 @@ def test_what_is_asked_is_told_and_counted(engine: EngineClient) -> None:
         number: [token for event in events for token in event.tokens]
         for number, events in found.items()
     }
-    assert tokens[first.number] == tokens[sibling.number]
-    assert [len(tokens[r.number]) for r in (first, other)] == [6, 3]
+    assert tokens[first.request_id] == tokens[sibling.request_id]
+    assert [len(tokens[r.request_id]) for r in (first, other)] == [6, 3]
     assert {events[-1].finish_reason for events in found.values()} == {"length"}
     engine.check()
     engine.check_process()
@@ -90,9 +90,9 @@ def test_an_abort_is_an_event(engine: EngineClient) -> None:
     request = ask(400)
     engine.submit([request])
     assert engine.events.get() is not None  # it runs
-    engine.abort(request.number)
-    assert ends(engine, request)[request.number][-1].finish_reason == "abort"
-    engine.abort(request.number)  # once more is nothing
+    engine.abort(request.request_id)
+    assert ends(engine, request)[request.request_id][-1].finish_reason == "abort"
+    engine.abort(request.request_id)  # once more is nothing
 
 
 def test_a_closed_engine_has_a_last_event(make: Make, folder: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_closed_engine_has_a_last_event(make: Make, folder: Path) -> None:
     engine.shutdown(cancel=False, timeout=0)
     with pytest.raises(EngineError, match="this LLM is closed"):
         engine.submit([ask(1)])
-    assert ends(engine, request)[request.number][-1].finish_reason == "length"
+    assert ends(engine, request)[request.request_id][-1].finish_reason == "length"
     assert engine.events.get() is None and engine.dead is None
     if engine.thread is not None:
         engine.thread.join(PATIENCE)
@@ -119,6 +119,6 @@ def test_who_runs_is_seen(engine: EngineClient) -> None:
         while not seen.done():  # an answer may come where the events are
             assert engine.events.get() is not None
         snapshot, stats = seen.result()
-    assert [one["number"] for one in snapshot["running"]] == [request.number]
+    assert [one["request_id"] for one in snapshot["running"]] == [request.request_id]
     assert (stats.running, stats.waiting) == (1, 0)
     assert 0 < stats.cache_usage < 1 and stats.steps > 0

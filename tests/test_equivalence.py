@@ -153,7 +153,7 @@ def make_family(chance: random.Random, numbers: Iterator[int]) -> list[Client]:
             stop_ids=frozenset(params.stop_token_ids),
             priority=priority,
             bad_sequences=[(-1, -1)] if chance.random() < 0.1 else (),
-            number=next(numbers),
+            request_id=next(numbers),
         )
         family.append(Client(request, prompt))
     family[0].request.siblings = [client.request for client in family[1:]]
@@ -231,9 +231,9 @@ def run_case(
         check_integrity(manager)
         seen.update(manager.page_of)
         counts["shared"] += max(manager.references) > 1
-    by_number = {client.request.number: client for client in clients}
+    by_number = {client.request.request_id: client for client in clients}
     for event in drain(engine):
-        by_number[event.number].take(event)
+        by_number[event.request_id].take(event)
     for client in clients:
         expected, reason = alone(client.prompt, client.request.params)
         if client.aborted:
@@ -377,14 +377,14 @@ def test_seeded_samples_do_not_depend_on_the_batch(
             tokens=list(prompt),
             max_tokens=12,
             params=replace(params, seed=2**64 - 2 + sample),
-            number=number,
+            request_id=number,
         )
         clients[number] = Client(request, prompt)
     engine.submit([client.request for client in clients.values()])
     while engine.scheduler.requests or engine.flights:
         engine.step()
     for event in drain(engine):
-        clients[event.number].take(event)
+        clients[event.request_id].take(event)
     for client in clients.values():
         expected, _ = alone(client.prompt, client.request.params)
         assert client.tokens == expected

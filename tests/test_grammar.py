@@ -379,7 +379,7 @@ def test_walks_share_the_lexers_evenly() -> None:
     numbers = range(0, 18, 3)
     found = [grammar.walk(number) for number in numbers]
     assert [walk.matcher for walk in found] == [*"abcabc"]
-    assert [walk.number for walk in found] == [*numbers]
+    assert [walk.request_id for walk in found] == [*numbers]
 
 
 @pytest.mark.parametrize("text", ["start: nothing", "start: /(/", "", "{"])

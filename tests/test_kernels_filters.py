@@ -169,7 +169,7 @@ def test_penalties_are_those_of_the_plain_operation(kernel_device, vocabulary):
     requests = []
     for number, p in enumerate(params):
         tokens = torch.randint(vocabulary, (30,), generator=generator).tolist()
-        requests.append(Request(tokens[:20], 99, p, number=number))
+        requests.append(Request(tokens[:20], 99, p, request_id=number))
         requests[-1].tokens += tokens[20:]
     counts = TokenCounts(vocabulary, logits.device)
     assert counts.arrange(requests)

@@ -86,7 +86,7 @@ def test_a_prompt_is_scored_as_transformers_does(tmp_path: Path, chunk: int) -> 
 def ask(ids: Sequence[int], number: int, count: int | None, **fields: Any) -> Request:
     most = fields.pop("max_tokens", 4)
     params = SamplingParams(max_tokens=most, temperature=0, prompt_logprobs=count)
-    return Request([*ids], most, params, number=number, **fields)
+    return Request([*ids], most, params, request_id=number, **fields)
 
 
 def watch_head(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -108,7 +108,7 @@ def finish(engine: Engine) -> dict[int, list[Event]]:
         engine.step()
         check_integrity(engine.scheduler.manager)
     for event in drain(engine):
-        events.setdefault(event.number, []).append(event)
+        events.setdefault(event.request_id, []).append(event)
     return events
 
 
@@ -147,7 +147,9 @@ def test_any_schedule_gives_the_same_scores(
         ]
         family[0].siblings = family[1:]
         requests.append(family[0])
-        asked |= {r.number: (ids, count if r is family[0] else None) for r in family}
+        asked |= {
+            r.request_id: (ids, count if r is family[0] else None) for r in family
+        }
     engine.submit(requests)
     events = finish(engine)
     preempted = engine.scheduler.preemptions

@@ -93,8 +93,10 @@ def test_choices_are_what_the_rules_say(
 def test_a_row_is_made_again_only_when_its_bits_change() -> None:
     """A request that never ends a word and is past min_tokens sends nothing."""
     params = SamplingParams(min_tokens=2)
-    careful = Request([1], 9, params, frozenset([5]), bad_sequences=[(2, 3)], number=0)
-    free = Request([1], 9, number=1)
+    careful = Request(
+        [1], 9, params, frozenset([5]), bad_sequences=[(2, 3)], request_id=0
+    )
+    free = Request([1], 9, request_id=1)
     masks = Masks(SMALL, 2, CPU)
     seen = []
     for token in (4, 4, 4, 2, 2, 4):
@@ -152,7 +154,7 @@ def make_request(chance: random.Random, number: int) -> Request:
         params,
         frozenset(stops),
         bad_sequences=bad,
-        number=number,
+        request_id=number,
     )
 
 
@@ -172,9 +174,9 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(
     engine.submit(requests)
     while engine.scheduler.requests or engine.flights:
         engine.step()
-    found: dict[int, list[int]] = {request.number: [] for request in requests}
+    found: dict[int, list[int]] = {request.request_id: [] for request in requests}
     for event in drain(engine):
-        found[event.number] += event.tokens
+        found[event.request_id] += event.tokens
     for number, (prompt, params, bad) in enumerate(wanted):
         assert found[number] == alone(prompt, params, bad)[0], number
     assert (engine.scheduler.preemptions > 0) == (num_pages == 20)

@@ -45,14 +45,14 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]
     found: list[list[int]] = [[] for _ in prompts]
     engine.submit(
         [
-            Request(tokens=list(prompt), max_tokens=6, params=GREEDY, number=number)
+            Request(tokens=list(prompt), max_tokens=6, params=GREEDY, request_id=number)
             for number, prompt in enumerate(prompts)
         ]
     )
     while engine.scheduler.requests or engine.flights:
         engine.step()
     for event in drain(engine):
-        found[event.number] += event.tokens
+        found[event.request_id] += event.tokens
     return found
 
 
@@ -164,14 +164,16 @@ def test_prompts_in_captured_steps_are_scored(
         engine = capture(model, mixed=mixed, prefill_chunk=9)
         engine.submit(
             [
-                Request(list(prompt), 3, params, number=number)
+                Request(list(prompt), 3, params, request_id=number)
                 for number, prompt in enumerate(PROMPTS[:4])
             ]
         )
         while engine.scheduler.requests:
             engine.step()
         scored = {
-            event.number: [entry.logprob for entry in event.prompt_logprobs if entry]
+            event.request_id: [
+                entry.logprob for entry in event.prompt_logprobs if entry
+            ]
             for event in drain(engine)
             if event.prompt_logprobs is not None
         }
@@ -239,7 +241,8 @@ def test_parameters_are_read_again_when_a_batch_changes(model: Model) -> None:
     )
     for token in (5, 6):
         requests = [
-            Request([1, 2], 4, bias(token + n), number=10 * token + n) for n in (0, 1)
+            Request([1, 2], 4, bias(token + n), request_id=10 * token + n)
+            for n in (0, 1)
         ]
         engine.submit(requests)
         while engine.scheduler.requests:

@@ -49,7 +49,7 @@ def requests_of(
     requests = []
     rows = enumerate(zip(params, prompts, outputs, strict=True))
     for number, (p, prompt, output) in rows:
-        requests.append(Request(list(prompt), 99, p, number=number))
+        requests.append(Request(list(prompt), 99, p, request_id=number))
         requests[-1].tokens += output
     return requests
 
@@ -377,7 +377,7 @@ def test_counts_are_those_of_the_tokens(requests, steps, seed) -> None:
     failed step makes the counts start over, with all tokens known.
     """
     all_requests = [
-        Request(prompt, 99, params, number=7 * number)
+        Request(prompt, 99, params, request_id=7 * number)
         for number, (params, prompt) in enumerate(requests)
     ]
     outputs: dict[Request, list[int]] = {request: [] for request in all_requests}

@@ -69,10 +69,10 @@ class Run:
         forces: bool = False,
         **options: Any,
     ) -> Request:
-        """A request with a number of its own."""
+        """A request with an id of its own."""
         tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
         number = next(self.numbers)
-        request = Request(tokens, max_tokens, number=number, **options)
+        request = Request(tokens, max_tokens, request_id=number, **options)
         self.outputs[request] = []
         if forces:
             self.forcing.add(request)
@@ -266,7 +266,7 @@ def collect(request: Request, tokens: Sequence[int]) -> list[Sequence[int]]:
     scheduler.update_after_launch(scheduled)
     new = scheduler.update_from_output(scheduled, [tokens])
     assert all(found is request for found, _ in new)
-    assert request.number in scheduler.requests or request.finish_reason
+    assert request.request_id in scheduler.requests or request.finish_reason
     check_integrity(scheduler.manager)
     return [list(kept) for _, kept in new]
 
@@ -288,7 +288,7 @@ def collect(request: Request, tokens: Sequence[int]) -> list[Sequence[int]]:
 def test_of_several_tokens_those_up_to_the_end_are_kept(
     tokens: list[int], kept: list[int], reason: str | None
 ) -> None:
-    request = Request([1, 2, 3], 3, stop_ids=frozenset({98, 99}), number=7)
+    request = Request([1, 2, 3], 3, stop_ids=frozenset({98, 99}), request_id=7)
     assert collect(request, tokens) == [kept]
     assert request.tokens == [1, 2, 3, *kept]
     assert request.num_output == len(kept)
@@ -396,7 +396,7 @@ def test_a_call_is_taken_whole_or_not_at_all() -> None:
     with pytest.raises(QueueFullError, match="14 requests wait already; expected few"):
         run.scheduler.add([refused])
     assert run.scheduler.num_waiting == 14
-    assert refused.number not in run.scheduler.requests
+    assert refused.request_id not in run.scheduler.requests
     run.finish()
 
 
@@ -846,10 +846,10 @@ def test_prompts_beside_decodes_share_what_the_line_allows(
         max_num_batched_tokens=8192,
         prefill_chunk=8192,
     )
-    scheduler.add([Request([1], 9, number=number) for number in range(decodes)])
+    scheduler.add([Request([1], 9, request_id=number) for number in range(decodes)])
     scheduler.update_after_launch(scheduler.schedule())
     late = range(decodes, decodes + waiting)
-    scheduler.add([Request([1] * 5000, 9, number=number) for number in late])
+    scheduler.add([Request([1] * 5000, 9, request_id=number) for number in late])
     lengths = [chunk.length for chunk in scheduler.schedule()]
     assert lengths[:decodes] == [1] * decodes
     assert lengths[decodes:] == [PREFILL_BESIDE_DECODES * (1 + waiting // 2)]
@@ -862,9 +862,9 @@ def test_decodes_keep_their_pace_beside_a_prompt_that_ranks_before_them() -> Non
         max_num_batched_tokens=8192,
         prefill_chunk=8192,
     )
-    scheduler.add([Request([1], 99, number=number) for number in range(1, 33)])
+    scheduler.add([Request([1], 99, request_id=number) for number in range(1, 33)])
     scheduler.update_after_launch(scheduler.schedule())
-    urgent = Request([1] * 50_000, 9, number=33, priority=-1)
+    urgent = Request([1] * 50_000, 9, request_id=33, priority=-1)
     scheduler.add([urgent])
     for _ in range(3):
         scheduled = scheduler.schedule()
@@ -883,7 +883,7 @@ def test_a_prompt_is_alone_while_the_last_token_of_others_is_on_its_way() -> Non
         max_num_batched_tokens=8192,
         prefill_chunk=8192,
     )
-    scheduler.add([Request([1], 1, number=1)])
+    scheduler.add([Request([1], 1, request_id=1)])
     scheduler.update_after_launch(scheduler.schedule())
-    scheduler.add([Request([1] * 10_000, 9, number=2)])
+    scheduler.add([Request([1] * 10_000, 9, request_id=2)])
     assert [chunk.length for chunk in scheduler.schedule()] == [8192]

@@ -94,7 +94,7 @@ def test_the_books_of_running_requests(served: Served) -> None:
     assert [r["mine"] for r in latest["running"]] == [True] * 3
     outputs = [[r["output"] for r in event["running"]] for event in (before, latest)]
     assert all(old < new for old, new in zip(*outputs, strict=True))
-    numbers = {str(r["number"]) for r in latest["running"]}
+    numbers = {str(r["request_id"]) for r in latest["running"]}
     assert latest["pages"]["tables"].keys() == numbers
     assert latest["pages"]["num_pages"] == now["pages"]["num_pages"]
     assert latest["totals"]["running"] == 3 and latest["totals"]["held"] > 3
@@ -197,7 +197,7 @@ def test_it_ends_with_the_server(folder: Path) -> None:
 def book(requests: int, pages: int) -> dict[str, Any]:
     """A snapshot of a large engine, every page of which is held by every request."""
     described = [
-        {"number": n, "prompt": 9, "output": 9, "computed": 9, "preemptions": 0}
+        {"request_id": n, "prompt": 9, "output": 9, "computed": 9, "preemptions": 0}
         for n in range(2 * requests)
     ]
     return {

@@ -120,7 +120,7 @@ def test_a_request_arrives_as_it_was() -> None:
     )
     first, *first.siblings = (spec.sample(index) for index in range(3))
     for number, sample in enumerate([first, *first.siblings], start=40):
-        sample.number = number
+        sample.request_id = number
     found = wire.request_of(crossed(wire.as_samples(first)), lambda t: Grammar(t, "c"))
     for ours, theirs in zip(
         [first, *first.siblings], [found, *found.siblings], strict=True
@@ -609,7 +609,7 @@ def test_a_server_that_reads_nothing(folder: Path) -> None:
         assert next(arriving) == {} and "backend_reason" in next(arriving)
         params = SamplingParams(logprobs=20, temperature=0, seed=0)
         families = [
-            wire.as_samples(Request([number], length, params, number=number))
+            wire.as_samples(Request([number], length, params, request_id=number))
             for number in range(count)
         ]
         link.sendall(wire.as_frame(["submit", families]))
@@ -618,7 +618,7 @@ def test_a_server_that_reads_nothing(folder: Path) -> None:
         events = [wire.event_of(e) for frame in arriving for e in frame["events"]]
         assert process.wait(PATIENCE) == 0
     for number in range(count):
-        own = [event for event in events if event.number == number]
+        own = [event for event in events if event.request_id == number]
         assert sum(len(event.tokens) for event in own) == length
         assert sum(len(event.logprobs or ()) for event in own) == length
         assert own[-1].finish_reason == "length"

@@ -182,7 +182,7 @@ def test_nobody_tries_again_what_nobody_wants() -> None:
         own: Any = slot.engine
         own.submit = lambda _, name=name: sent.append(name)
         own.abort = lambda number, *_, name=name: sent.append((name, number))
-    engine.submit([Request(prompt(1), 1, number=7)])
+    engine.submit([Request(prompt(1), 1, request_id=7)])
     full = Event(7, finish_reason="error", error=QueueFullError("full"))
     engine._relay(engine.slots[0], full)
     assert sent == ["a", "b"] and engine.slot_of[7] is engine.slots[1]
@@ -303,7 +303,7 @@ def test_a_full_queue_is_full_in_all_of_them(folder: Path) -> None:
 
 def home_of(llm: LLM, tokens: list[int]) -> ReplicaSlot:
     """Where a request with this prompt runs."""
-    numbers = {r.request.number for r in llm._delivery.readers.values()
+    numbers = {r.request.request_id for r in llm._delivery.readers.values()
                if r.request.tokens[: len(tokens)] == tokens}  # fmt: skip
     (slot,) = {p for n, p in replicas_of(llm).slot_of.items() if n in numbers}
     return slot

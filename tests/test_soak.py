@@ -53,7 +53,7 @@ def test_a_leak_in_the_engine_is_found(monkeypatch: pytest.MonkeyPatch):
         if reason == "abort" and request in self.running:
             aborts.append(request)
             if len(aborts) % 2:
-                self.manager.fork(request.number, -len(aborts))
+                self.manager.fork(request.request_id, -len(aborts))
         finish(self, request, reason)
 
     monkeypatch.setattr(Scheduler, "finish", leaking)

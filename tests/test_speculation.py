@@ -76,8 +76,8 @@ def test_a_step_costs_what_was_measured() -> None:
     assert [costs(tokens) for tokens in (1, 2, 4, 6, 8, 12)] == [1, 1, 1, 3, 5, 9]
 
 
-def request(tokens: Sequence[int], number: int = 0) -> Request:
-    return Request(list(tokens), max_tokens=1000, number=number)
+def request(tokens: Sequence[int], request_id: int = 0) -> Request:
+    return Request(list(tokens), max_tokens=1000, request_id=request_id)
 
 
 FLAT = {1: 1.0, 512: 1.0}  # a step costs the same, however many tokens it has
@@ -119,7 +119,7 @@ def test_nothing_is_checked_where_each_token_costs_a_step() -> None:
 
 def test_a_number_is_a_number() -> None:
     speculator = Speculator(3)
-    one, other = request([1, 2, 3] * 9), request([4, 5] * 9, number=1)
+    one, other = request([1, 2, 3] * 9), request([4, 5] * 9, request_id=1)
     assert speculator.choose([one, other], 2, 100) == [[1, 2, 3], [4, 5]]
     assert sum(map(len, speculator.choose([one, other], 2, 4))) == 4  # of a room of 4
     one.tokens.append(UNKNOWN)

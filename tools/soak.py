@@ -280,7 +280,7 @@ def inject_faults(llm: LLM, every: int) -> set[int]:
 
     def faulty(works: Any) -> Any:
         for work in works:
-            number = work.request.number
+            number = work.request.request_id
             if number % every == 1 and work.request.num_output >= number % 5:
                 if len(works) == 1:  # it was found out
                     failed.add(number)

@@ -129,7 +129,7 @@ def counterpart(copies: dict[str, ModuleType], value: Any) -> Any:
 def steps_of(llm: LLM) -> list[dict[int, int]]:
     """A list to which each step of ``llm`` from now on adds what it computes.
 
-    That is a number of tokens by the number of the request.
+    That is a number of tokens by the id of the request.
     """
     steps: list[dict[int, int]] = []
     scheduler = llm.engine_core.scheduler
@@ -137,7 +137,7 @@ def steps_of(llm: LLM) -> list[dict[int, int]]:
 
     def recorded() -> Any:
         scheduled = schedule()
-        steps.append({chunk.request.number: chunk.length for chunk in scheduled})
+        steps.append({chunk.request.request_id: chunk.length for chunk in scheduled})
         return scheduled
 
     scheduler.schedule = recorded  # type: ignore[method-assign]

@@ -44,7 +44,7 @@ def planned() -> list[list[ScheduledChunk]]:
 
     def ask(number: int, prompt: int, answer: int) -> None:
         request = Request(list(range(prompt)), max_tokens=answer)
-        request.number = number
+        request.request_id = number
         scheduler.add([request])
 
     def step() -> list[ScheduledChunk]:
@@ -80,7 +80,7 @@ def plan() -> Drawing:
         x = left
         used = 0
         for request, start, length, samples in scheduled:
-            name, color = NAMES[request.number], COLORS[request.number]
+            name, color = NAMES[request.request_id], COLORS[request.request_id]
             prompt = start < request.num_prompt
             cells = [f"{name}{start + i}" if prompt else name for i in range(length)]
             strip = d.cells(x, y, wide, tall, cells, colors=color, bold=not prompt)
@@ -211,7 +211,7 @@ def filled() -> Batch:
         )
     ):
         request = Request(tokens, max_tokens=9)
-        request.number = number
+        request.request_id = number
         manager.add(number, tokens[:1])
         assert manager.allocate(number, computed + length)
         manager.commit(number, tokens, computed)

@@ -64,13 +64,13 @@ class Delivery:
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
-        self.readers: dict[int, Reader] = {}  # by the number of their request
+        self.readers: dict[int, Reader] = {}  # by the id of their request
         # Futures with pending callbacks, held so the caller may drop them.
         self.awaited: set[RequestFuture] = set()
         # What wakes each event loop, for as long as somebody reads in it.
         self.wakers: weakref.WeakValueDictionary[Any, Any]
         self.wakers = weakref.WeakValueDictionary()
-        self.numbers = itertools.count()
+        self.request_ids = itertools.count()
         self.thread = threading.Thread(
             target=self._run, name="simplellm-text", daemon=True
         )
@@ -87,24 +87,24 @@ class Delivery:
         """
         readers = [*itertools.chain.from_iterable(samples)]
         for reader in readers:
-            reader.request.number = next(self.numbers)
-            self.readers[reader.request.number] = reader
+            reader.request.request_id = next(self.request_ids)
+            self.readers[reader.request.request_id] = reader
         for first, *others in samples:
             first.request.siblings = [reader.request for reader in others]
         try:
             self.engine.submit([first.request for first, *_ in samples])
         except BaseException:
             for reader in readers:
-                self.readers.pop(reader.request.number, None)
+                self.readers.pop(reader.request.request_id, None)
             raise
 
     def drop(self, readers: Sequence[Reader]) -> None:
         """End requests that nobody reads; from any thread or finalizer."""
         for reader in readers:
-            if self.readers.pop(reader.request.number, None) is not None:
+            if self.readers.pop(reader.request.request_id, None) is not None:
                 # The reply may be over already, at a stop string.
                 reason = reader.reply.finish_reason or "abort"
-                self.engine.abort(reader.request.number, reason)
+                self.engine.abort(reader.request.request_id, reason)
 
     def close(self, cancel: bool, timeout: float | None = None) -> None:
         """Shut the engine down, and bring what it has told to its readers."""
@@ -124,11 +124,11 @@ class Delivery:
     def _bring(self) -> None:
         """Bring events to their readers until the engine has told its last one."""
         while (event := self.engine.events.get()) is not None:
-            reader = self.readers.get(event.number)
+            reader = self.readers.get(event.request_id)
             if reader is not None and reader.push(event):
                 if event.finish_reason is None:  # it found an end of its own
                     self.drop([reader])
-                self.readers.pop(event.number, None)
+                self.readers.pop(event.request_id, None)
             del reader, event  # which may know an LLM that nobody else does
 
     def _die(self, cause: BaseException) -> None:
@@ -137,8 +137,8 @@ class Delivery:
         self.engine.shutdown(cancel=True, timeout=0)
         error = failure("what becomes of requests is not read any more", cause)
         while self.readers:
-            number, reader = self.readers.popitem()
-            reader.push(Event(number, finish_reason="error", error=error))
+            request_id, reader = self.readers.popitem()
+            reader.push(Event(request_id, finish_reason="error", error=error))
 
 
 class RequestFuture(Future[Any]):

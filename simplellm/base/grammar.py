@@ -15,9 +15,9 @@ import numpy as np
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used; ``number`` is that of the request that runs."""
+    """A grammar that cannot be used; ``request_id``: whose request's, if it runs."""
 
-    number: int | None = None
+    request_id: int | None = None
 
 
 def llguidance() -> Any:
@@ -42,10 +42,10 @@ class Grammar:
     others: Sequence[Any] = ()
     turns: Iterator[int] = field(default_factory=count)
 
-    def walk(self, number: int | None = None) -> "Walk":
-        """A walk from the beginning, by the request of this number."""
+    def walk(self, request_id: int | None = None) -> "Walk":
+        """A walk from the beginning, by the request of this id."""
         every = self.matcher, *self.others
-        return Walk(every[next(self.turns) % len(every)].deep_copy(), number)
+        return Walk(every[next(self.turns) % len(every)].deep_copy(), request_id)
 
 
 def reason_of(matcher: Any) -> str:
@@ -58,8 +58,8 @@ def reason_of(matcher: Any) -> str:
 class Walk:
     """How far one output has come in its grammar."""
 
-    def __init__(self, matcher: Any, number: int | None) -> None:
-        self.matcher, self.number = matcher, number
+    def __init__(self, matcher: Any, request_id: int | None) -> None:
+        self.matcher, self.request_id = matcher, request_id
         self.length = 0  # tokens of the output that were taken
 
     def advance(self, new: Sequence[int]) -> None:
@@ -78,7 +78,7 @@ class Walk:
         None if it may not come here, or if it ends the output, or if the grammar
         ``forces`` what comes then.
         """
-        walk = Walk(self.matcher.deep_copy(), self.number)
+        walk = Walk(self.matcher.deep_copy(), self.request_id)
         walk.length = self.length + 1
         took = walk.matcher.try_consume_tokens([token])
         if took < 1 or walk.matcher.is_stopped() or walk.matcher.is_error():
@@ -89,7 +89,7 @@ class Walk:
         """Raise GrammarError if llguidance has given up."""
         if self.matcher.is_error():
             error = GrammarError(reason_of(self.matcher))
-            error.number = self.number
+            error.request_id = self.request_id
             raise error
 
     def forced(self) -> list[int]:

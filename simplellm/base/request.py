@@ -60,7 +60,7 @@ class Request:
     arrival_time: float = field(default_factory=time.monotonic)
     text: str | None = None  # of the prompt, if it was given as text
     index: int = 0  # among the samples of its prompt
-    number: int = -1  # its name, given by who submits it
+    request_id: int = -1  # given by who submits it
 
     # What the scheduler writes down.
     rank: tuple[int, ...] = ()  # its place in line: the least goes first
@@ -121,7 +121,7 @@ class Request:
 class Event(NamedTuple):
     """What happened to a request: all that leaves the engine, and plain data."""
 
-    number: int
+    request_id: int
     tokens: Sequence[int] = ()  # new ones
     logprobs: Sequence[TokenLogprobs] | None = None  # theirs, if they were asked for
     finish_reason: str | None = None  # "stop", "length", "timeout", "abort", "error"

@@ -52,13 +52,13 @@ class EngineClient(Protocol):
         """Begin to compute."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, each with a number of its own, and their siblings.
+        """Queue requests, each with an id of its own, and their siblings.
 
         Raises QueueFullError or EngineError and then has taken none of them. An engine
         in another process tells by the first event of each that its queue is full.
         """
 
-    def abort(self, number: int, reason: str = "abort") -> None:
+    def abort(self, request_id: int, reason: str = "abort") -> None:
         """End a request soon; nothing if it has ended. Finalizers may call it."""
 
     def stats(self) -> Stats:

@@ -83,10 +83,12 @@ class Engine(EngineBase):
             for request, first, entries in output.prompts:
                 if (so_far := request.prompt_logprobs) is not None:
                     so_far += entries[len(so_far) - first :]  # some may come again
-            sampling = [chunk.request.number for chunk in scheduled if chunk.samples]
+            sampling = [
+                chunk.request.request_id for chunk in scheduled if chunk.samples
+            ]
             logprobs = dict(zip(sampling, output.logprobs, strict=True))
             for request, kept in new:
-                self.emit(request, kept, logprobs[request.number], now)
+                self.emit(request, kept, logprobs[request.request_id], now)
 
     def emit(
         self,
@@ -102,7 +104,7 @@ class Engine(EngineBase):
         # They leave once, and nothing of the prompt is scored again.
         scores, request.prompt_logprobs = request.prompt_logprobs, None
         event = Event(
-            number=request.number,
+            request_id=request.request_id,
             tokens=tokens,
             logprobs=logprobs,
             finish_reason=request.finish_reason,
@@ -130,9 +132,11 @@ class Engine(EngineBase):
             error.__traceback__ = None
             self.collect(0)  # what is tried again must know its last token
             self.runner.forget()
-            number = error.number if isinstance(error, GrammarError) else None
+            request_id = error.request_id if isinstance(error, GrammarError) else None
             alone = len(scheduled) == 1
-            blamed = [c for c in scheduled if alone or c.request.number == number]
+            blamed = [
+                c for c in scheduled if alone or c.request.request_id == request_id
+            ]
             for chunk in blamed:
                 why = failure("the step of this request failed", error)
                 self.end(chunk.request, "error", why)
@@ -159,7 +163,7 @@ class Engine(EngineBase):
     # From here on: what other threads call, and the thread that calls step().
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, each with a number of its own, and their siblings.
+        """Queue requests, each with an id of its own, and their siblings.
 
         Raises QueueFullError or EngineError and then has taken none of them.
         """
@@ -178,9 +182,9 @@ class Engine(EngineBase):
                 raise
         self.inbox.put(None)
 
-    def abort(self, number: int, reason: str = "abort") -> None:
+    def abort(self, request_id: int, reason: str = "abort") -> None:
         """End a request soon, from any thread or finalizer."""
-        self.inbox.put((number, reason))
+        self.inbox.put((request_id, reason))
 
     def stats(self) -> Stats:
         """How the engine is doing. Raises EngineError if it is dead."""
@@ -197,7 +201,7 @@ class Engine(EngineBase):
 
         def describe(request: Request) -> RequestSnapshot:
             return {
-                "number": request.number,
+                "request_id": request.request_id,
                 "prompt": request.num_prompt,
                 "output": request.num_output,
                 "computed": request.num_computed_tokens,
@@ -263,8 +267,8 @@ class Engine(EngineBase):
             except queue.Empty:
                 return True
             if abort is not None:
-                number, reason = abort
-                if (aborted := self.scheduler.requests.get(number)) is not None:
+                request_id, reason = abort
+                if (aborted := self.scheduler.requests.get(request_id)) is not None:
                     self.end(aborted, reason)
 
     def _die(self, cause: BaseException) -> None:

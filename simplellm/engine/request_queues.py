@@ -40,7 +40,7 @@ class RequestQueues:
     continuous: bool = True
 
     def __post_init__(self) -> None:
-        self.requests: dict[int, Request] = {}  # all that have not ended, by number
+        self.requests: dict[int, Request] = {}  # all that have not ended, by id
         # This queue and the next one are sorted by rank.
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # those that hold room in the cache
@@ -60,7 +60,7 @@ class RequestQueues:
         return len(self.running) < self.max_num_seqs and not closed
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Put requests, each with a number of its own, and their siblings in line.
+        """Put requests, each with an id of its own, and their siblings in line.
 
         A call is taken whole, however large, or not at all: raises QueueFullError if
         ``max_waiting`` requests wait already.
@@ -72,11 +72,11 @@ class RequestQueues:
             )
         for first in requests:
             for request in (first, *first.siblings):
-                index = request.number + request.priority * self.overtakes
-                request.rank = (index, request.priority, request.number)
-                self.requests[request.number] = request
+                index = request.request_id + request.priority * self.overtakes
+                request.rank = (index, request.priority, request.request_id)
+                self.requests[request.request_id] = request
                 if request.deadline < math.inf:
-                    insort(self.deadlines, (request.deadline, request.number))
+                    insort(self.deadlines, (request.deadline, request.request_id))
             insort(self.waiting, first, key=by_rank)
             if first.num_prompt == 1:  # nothing to share
                 self.release_siblings(first)
@@ -87,7 +87,7 @@ class RequestQueues:
             siblings, first.siblings = first.siblings, []
             for request in (first, *siblings):
                 request.finish_reason = "abort"
-                if self.requests.pop(request.number, None) is not None:
+                if self.requests.pop(request.request_id, None) is not None:
                     discard(self.waiting, request)
         remaining = self.requests
         self.deadlines = [entry for entry in self.deadlines if entry[1] in remaining]
@@ -109,12 +109,12 @@ class RequestQueues:
             return
         request.finish_reason = reason
         self.finished[reason] += 1
-        del self.requests[request.number]
+        del self.requests[request.request_id]
         if request.deadline < math.inf:
-            entry = (request.deadline, request.number)
+            entry = (request.deadline, request.request_id)
             del self.deadlines[bisect_left(self.deadlines, entry)]
         if discard(self.running, request):
-            self.manager.remove(request.number)
+            self.manager.remove(request.request_id)
             self._ended = True
         else:
             discard(self.waiting, request)
@@ -123,7 +123,7 @@ class RequestQueues:
     def expire(self, now: float) -> list[Request]:
         """End the requests whose deadline is over."""
         late = self.deadlines[: bisect_left(self.deadlines, (now, -1))]
-        expired = [self.requests[number] for _, number in late]
+        expired = [self.requests[request_id] for _, request_id in late]
         for request in expired:
             self.finish(request, "timeout")
         return expired
@@ -136,7 +136,7 @@ class RequestQueues:
                 continue
             begun = request.finish_reason is None and request.num_computed_tokens > 0
             if begun and self.can_join:
-                self.manager.fork(request.number, sibling.number)
+                self.manager.fork(request.request_id, sibling.request_id)
                 # What it begins with is computed, by the request's own step.
                 sibling.num_computed_tokens = request.num_computed_tokens
                 sibling.num_cached_tokens = request.num_computed_tokens

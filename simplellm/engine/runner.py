@@ -181,7 +181,7 @@ class Runner:
         self._fill(self.view(staging.numpy(), *shape), scheduled, decodes)
         size = Batch.size(*shape[:3], len(self.pool.windows))
         self.inputs[:size].copy_(staging[:size], non_blocking=True)
-        self.previous = {r.number: row for row, r in enumerate(sampling)}
+        self.previous = {r.request_id: row for row, r in enumerate(sampling)}
         self.scores = []
         batch, hidden = self.view(self.inputs, *shape), self.hidden
         if graph is not None:
@@ -229,10 +229,10 @@ class Runner:
             request, start, length, _ = chunk
             tokens += request.tokens[start : start + length]
             if tokens[-1] == UNKNOWN:
-                tokens[-1] = -1 - self.previous[request.number]
+                tokens[-1] = -1 - self.previous[request.request_id]
             tokens += chunk.request.drafts
             positions += range(start, start + length)
-            table = self.manager.tables[request.number]
+            table = self.manager.tables[request.request_id]
             tables = zip(batch.groups, table.groups, table.first, strict=True)
             for group, pages, first in tables:
                 live = np.frombuffer(pages, dtype=np.int32)[first:]
@@ -292,7 +292,7 @@ class Runner:
 
     def _columns_of(self, requests: Sequence[SamplePosition]) -> SamplingTensors:
         """The sampling parameters of ``requests``, kept for as long as these stay."""
-        numbers = [request.number for request in requests]
+        numbers = [request.request_id for request in requests]
         if self._columns is None or self._columns[0] != numbers:
             params = [request.params for request in requests]
             vocab_size = self.model.config.vocab_size

@@ -44,7 +44,7 @@ class Scheduler(RequestQueues):
 
     def _ready(self, request: Request, busy: set[int]) -> bool:
         """Whether a running request can have a part in the step."""
-        return not (request.number in busy or request.complete)
+        return not (request.request_id in busy or request.complete)
 
     def _num_new_tokens(self, request: Request, budget: int) -> int:
         """How many tokens of ``request`` to compute in this step."""
@@ -69,7 +69,7 @@ class Scheduler(RequestQueues):
 
     def _preempt(self, request: Request) -> None:
         """Take all of its room; it keeps its tokens, and its rank."""
-        self.manager.remove(request.number)
+        self.manager.remove(request.request_id)
         request.num_computed_tokens = 0
         request.preemptions += 1
         self.preemptions += 1
@@ -78,10 +78,10 @@ class Scheduler(RequestQueues):
     def _make_room(self, request: Request, length: int, busy: set[int]) -> bool:
         """Room for ``length`` more tokens, at the cost of who comes last if need be."""
         while not self.manager.allocate(
-            request.number, request.num_computed_tokens + length
+            request.request_id, request.num_computed_tokens + length
         ):
             behind = reversed(self.running)
-            victim = next(other for other in behind if other.number not in busy)
+            victim = next(other for other in behind if other.request_id not in busy)
             if victim is request:
                 return False
             self._preempt(victim)
@@ -96,11 +96,11 @@ class Scheduler(RequestQueues):
             if request.tokens[-1] == UNKNOWN:
                 return  # preempted just now; its pages cannot be looked up yet
             refused, room = self._refused
-            if self.running and refused == request.number and spare <= room:
+            if self.running and refused == request.request_id and spare <= room:
                 return  # as little room as the last time
             # Logprobs of a prompt need its computation: of it, nothing is looked up.
             tokens = request.tokens if request.prompt_logprobs is None else [0]
-            request.num_computed_tokens = self.manager.add(request.number, tokens)
+            request.num_computed_tokens = self.manager.add(request.request_id, tokens)
             length = self._num_new_tokens(request, budget)
             fits = promised + request.missing <= self.manager.free_tokens
             fits = fits or not self.running  # alone, it may use all there is
@@ -108,12 +108,12 @@ class Scheduler(RequestQueues):
             if (
                 length == 0
                 or not fits
-                or not self.manager.allocate(request.number, end)
+                or not self.manager.allocate(request.request_id, end)
             ):
-                self.manager.remove(request.number)
+                self.manager.remove(request.request_id)
                 request.num_computed_tokens = 0
                 if length > 0:  # it was not the budget
-                    self._refused = (request.number, spare)
+                    self._refused = (request.request_id, spare)
                 return
             del self.waiting[0]
             self.run(request)
@@ -143,7 +143,7 @@ class Scheduler(RequestQueues):
                 length = self._num_new_tokens(request, budget)
                 if length and self._make_room(request, length, busy):
                     scheduled.append(self._chunk(request, length))
-                    busy.add(request.number)
+                    busy.add(request.request_id)
                     budget -= length
         self._admit(scheduled, budget)
         return scheduled
@@ -160,7 +160,7 @@ class Scheduler(RequestQueues):
                 continue
             request.num_computed_tokens = start + length
             self.manager.commit(
-                request.number, request.tokens, request.num_computed_tokens
+                request.request_id, request.tokens, request.num_computed_tokens
             )
             if start < request.num_prompt <= start + length:
                 # A prompt is done, and whoever shares it needs less room.

@@ -4,9 +4,9 @@ from typing import TypedDict
 
 
 class RequestSnapshot(TypedDict):
-    """A request that waits or runs; counts of tokens but for its number."""
+    """A request that waits or runs; counts of tokens but for its id."""
 
-    number: int
+    request_id: int
     prompt: int
     output: int
     computed: int
@@ -22,7 +22,7 @@ class PagesSnapshot(TypedDict):
     free: int
     cached: list[int]  # pages of no request, the oldest first
     references: list[int]  # how many requests hold each page
-    # Of requests by their numbers, each group's pages; as JSON has it, texts.
+    # Of requests by their ids, each group's pages; as JSON has it, texts.
     tables: dict[int, list[list[int]]]
 
 

@@ -244,11 +244,11 @@ class SpeculativeScheduler(Scheduler):
         offers = self.speculator.choose(requests, computed, room) if decodes else []
         for chunk, drafts in zip(decodes, offers, strict=True):
             length = 1 + len(drafts)
-            number = chunk.request.number
-            if drafts and self.manager.allocate(number, chunk.start + length):
+            request_id = chunk.request.request_id
+            if drafts and self.manager.allocate(request_id, chunk.start + length):
                 chunk.request.drafts = drafts
-                drafting[number] = chunk._replace(length=length)
-        plain = [c for c in scheduled if c.request.number not in drafting]
+                drafting[request_id] = chunk._replace(length=length)
+        plain = [c for c in scheduled if c.request.request_id not in drafting]
         first = next((i for i, c in enumerate(plain) if c.length > 1), len(plain))
         return [*plain[:first], *drafting.values(), *plain[first:]]
 
@@ -275,8 +275,8 @@ class SpeculativeScheduler(Scheduler):
             # Unless it was preempted meanwhile, or has ended.
             if request.finish_reason is None and request.num_computed_tokens == first:
                 request.num_computed_tokens = first + right
-                self.manager.commit(request.number, request.tokens, first + right)
-                self.manager.truncate(request.number, first + right)
+                self.manager.commit(request.request_id, request.tokens, first + right)
+                self.manager.truncate(request.request_id, first + right)
         return new
 
 
@@ -317,7 +317,7 @@ def verified(
     new: list[list[int]] = []
     scored: list[list[TokenLogprobs] | None] = []
     found = zip(rows, tokens, logprobs, strict=True)
-    for _, group in groupby(found, key=lambda part: part[0].number):
+    for _, group in groupby(found, key=lambda part: part[0].request_id):
         (request, sure, scores), *rest = group
         sampled, drafts = [*sure], list[int]()
         scores = None if scores is None else [*scores]

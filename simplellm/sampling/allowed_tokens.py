@@ -64,7 +64,7 @@ class AllowedTokens:
         self.row: Any = None
         self.state: object = None
         grammar = request.grammar
-        self.walk = None if grammar is None else grammar.walk(request.number)
+        self.walk = None if grammar is None else grammar.walk(request.request_id)
         params = request.params
         # A forced token is not sampled: it has no logprob, and no penalty counts it.
         sampled = params.logprobs is not None or params.penalizes or params.restricts

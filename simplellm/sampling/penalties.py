@@ -39,15 +39,15 @@ class TokenCounts:
             for row, request in enumerate(requests)
             if request.params.penalizes
         }
-        row_of = {request.number: row for row, request in penalized.items()}
+        row_of = {request.request_id: row for row, request in penalized.items()}
         # What a step adds to these depends on how many drafts are right.
         drafting = {
-            r.number for r in penalized.values() if isinstance(r, DraftPosition)
+            r.request_id for r in penalized.values() if isinstance(r, DraftPosition)
         }
         if not drafting and [*row_of.items()] == [*self.row_of.items()]:
             return bool(row_of)
         counts = [
-            (not isinstance(r, DraftPosition) and self.counts.get(r.number))
+            (not isinstance(r, DraftPosition) and self.counts.get(r.request_id))
             or self.count(r)
             for r in penalized.values()
         ]
@@ -58,9 +58,9 @@ class TokenCounts:
         self.in_prompt, self.in_output = map(torch.stack, zip(*counts, strict=True))
         rows = zip(self.in_prompt, self.in_output, strict=True)
         self.counts = {
-            request.number: row
+            request.request_id: row
             for request, row in zip(penalized.values(), rows, strict=True)
-            if request.number not in drafting
+            if request.request_id not in drafting
         }
         self.rows = upload([*penalized], torch.int64, self.device)  # [P] of B
         params = [request.params for request in penalized.values()]

@@ -158,7 +158,7 @@ def test_the_live_view_shows_it() -> None:
         told = [engine.start(3, 64)["first"], *iter(engine.step, None)]
         found: dict[int, str] = defaultdict(str)
         for event in (event for step in told for event in step["events"]):
-            found[event["number"]] += event["text"]
+            found[event["request_id"]] += event["text"]
         return found
 
     right, wrong = texts(LiveEngine(healthy())), texts(SickEngine(2))

@@ -275,7 +275,7 @@ def test_the_record_is_a_run_of_this_engine(llm, javascript) -> None:
             )
             references = [held[page] for page in range(run["num_pages"])]
             assert snapshot["pages"]["references"] == references
-            running = {str(request["number"]) for request in snapshot["running"]}
+            running = {str(request["request_id"]) for request in snapshot["running"]}
             assert snapshot["pages"]["tables"].keys() == running
         ended = [
             e for told in run["steps"] for e in told["events"] if "finish_reason" in e

@@ -18,18 +18,18 @@ def whole(candidate, ours):
 
 
 def of(scheduled):
-    """The length of each work by its request's number."""
-    return {chunk.request.number: chunk.length for chunk in scheduled}
+    """The length of each work by its request's id."""
+    return {chunk.request.request_id: chunk.length for chunk in scheduled}
 
 
 def book(scheduler, scheduled):
     """Book a step as if it had been computed; every token is 7."""
     for request, start, length, _ in scheduled:
-        table = scheduler.manager.tables.get(request.number)
+        table = scheduler.manager.tables.get(request.request_id)
         held = 4 * len(table.groups[0]) if table is not None else 0
         assert held >= start + length, (
-            f"request {request.number} has work up to token {start + length} and pages "
-            f"for {held}: ask `_make_room` before you plan it"
+            f"request {request.request_id} has work up to token {start + length} and "
+            f"pages for {held}: ask `_make_room` before you plan it"
         )
     scheduler.update_after_launch(scheduled)
     scheduler.update_from_output(
@@ -40,7 +40,7 @@ def book(scheduler, scheduled):
 def numbered(*sizes):
     """Requests 0, 1, … from pairs (tokens of the prompt, tokens to generate)."""
     return [
-        Request([number + 1] * prompt, most, number=number)
+        Request([number + 1] * prompt, most, request_id=number)
         for number, (prompt, most) in enumerate(sizes)
     ]
 
@@ -328,17 +328,18 @@ def random_crowds(kind):
             assert sum(found.values()) <= budget, "the step is over its budget"
             for request, begin, length, samples in scheduled:
                 assert request in scheduler.running, (
-                    f"request {request.number} has work in this step and was preempted "
-                    "for another: note who has work, so that `_make_room` spares it"
+                    f"request {request.request_id} has work in this step and was "
+                    "preempted for another: note who has work, so that `_make_room` "
+                    "spares it"
                 )
                 assert length > 0, (
-                    f"request {request.number} has a chunk of no tokens: when the "
+                    f"request {request.request_id} has a chunk of no tokens: when the "
                     "budget is spent, or `_num_new_tokens` says 0, it waits"
                 )
                 assert (
                     begin == request.num_computed_tokens and length <= request.missing
                 ), (
-                    f"request {request.number} has computed "
+                    f"request {request.request_id} has computed "
                     f"{request.num_computed_tokens} tokens and misses "
                     f"{request.missing}: a chunk of {length} from {begin} on "
                     "is not what comes next"
@@ -346,16 +347,17 @@ def random_crowds(kind):
                 assert samples == (length == request.missing), (
                     "a chunk samples if it computes the last token that is missing"
                 )
-                held = len(manager.tables[request.number].groups[0])
+                held = len(manager.tables[request.request_id].groups[0])
                 assert 4 * held >= begin + length, (
-                    f"request {request.number} has work and no room for it in the cache"
+                    f"request {request.request_id} has work and no room for it in the "
+                    "cache"
                 )
             room = manager.free_pages
             for request in decoding:
                 stays = request in scheduler.running
-                assert not stays or request.number in found or room == 0, (
-                    f"request {request.number} decodes, there is room, and it has no "
-                    "work: every decode gets its token in every step"
+                assert not stays or request.request_id in found or room == 0, (
+                    f"request {request.request_id} decodes, there is room, and it has "
+                    "no work: every decode gets its token in every step"
                 )
             book(scheduler, scheduled)
         assert not scheduler.requests, f"not done after {STEPS} steps"
@@ -384,7 +386,7 @@ def check_Scheduler_update_from_output(candidate):
         f"the placeholder {UNKNOWN} behind the prompt is replaced by the token that "
         f"was sampled: {one.tokens}, {two.tokens}"
     )
-    told = [(request.number, list(kept)) for request, kept in told]
+    told = [(request.request_id, list(kept)) for request, kept in told]
     assert told == [(0, [11]), (1, [12])], (
         f"return pairs of each request and the tokens that it keeps; yours are {told}"
     )
@@ -415,7 +417,7 @@ def check_Scheduler_update_from_output(candidate):
     scheduler, (one, two), scheduled = started((3, 5), (2, 5))
     scheduler.finish(one, "abort")
     told = scheduler.update_from_output(scheduled, [[11], [12]])
-    assert [request.number for request, _ in told] == [1], (
+    assert [request.request_id for request, _ in told] == [1], (
         "request 0 was aborted while its step ran: nobody is told of its token"
     )
     assert two.tokens == [2, 2, 12], (
@@ -545,7 +547,7 @@ def check_9_3(candidate):
                 break
             scheduled = scheduler.schedule()
             book(scheduler, scheduled)
-            found[scheduled[0].request.number] = step
+            found[scheduled[0].request.request_id] = step
         assert not scheduler.requests, "not done after 5,000 steps"
         return [found[number] for number in range(len(lengths))]
 

@@ -42,7 +42,7 @@ class Ticks:
                 "step was started"
             )
         self.log.append(("launch", number))
-        sampling = [chunk.request.number for chunk in scheduled if chunk.samples]
+        sampling = [chunk.request.request_id for chunk in scheduled if chunk.samples]
 
         def wait():
             self.log.append(("wait", number))
@@ -58,7 +58,7 @@ class Ticks:
 
 def requests_of(*sizes):
     return [
-        Request([number + 1] * prompt, most, number=number, stop_ids=frozenset([0]))
+        Request([number + 1] * prompt, most, request_id=number, stop_ids=frozenset([0]))
         for number, (prompt, most) in enumerate(sizes)
     ]
 

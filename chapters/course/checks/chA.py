@@ -190,7 +190,7 @@ async def ways_out(read_async, wakeups):
 async def sleeps_while_nothing_comes(read_async, wakeups):
     """Whoever polls keeps its loop busy."""
     line = Line([Event(3, [4])])
-    source = read_async(line, Request([1], 9, number=3), Echo())
+    source = read_async(line, Request([1], 9, request_id=3), Echo())
     await anext(source)
     waiting = asyncio.ensure_future(anext(source))
     await asyncio.sleep(0.1)
@@ -216,7 +216,7 @@ async def read_all(read_async, way, error=None):
     many = [Event(3, [*range(1, 51)]), Event(3, [51], finish_reason="length")]
     events = [Event(3, [4])] if leaves else [Event(3, [4, 5]), last]
     line = Line(many if way == "many" else events)
-    source = read_async(line, Request([1], 9, number=3), Echo())
+    source = read_async(line, Request([1], 9, request_id=3), Echo())
     if asyncio.iscoroutine(source):
         await source  # a stub raises here
         raise AssertionError("an asynchronous generator has `yield`; yours returns")

@@ -80,7 +80,7 @@ export function render({ model, el }) {
 
   /** A row of the picture, of what the engine has told of a request. */
   function row(asked, seen) {
-    const { number } = asked;
+    const { request_id: number } = asked;
     const now = known(number);
     const ended = seen.find((event) => event.finish_reason);
     const kind = ended ? "ended" : (now?.state ?? "later");
@@ -99,7 +99,7 @@ export function render({ model, el }) {
     const state = states[step.value];
     const { snapshot } = state;
     const past = states.slice(1, step.value + 1).flatMap((one) => one.events);
-    const of = (asked) => past.filter((event) => event.number === asked.number);
+    const of = (asked) => past.filter((event) => event.request_id === asked.request_id);
     const requests = run.requests.map((asked) => row(asked, of(asked)));
     const pages = owners(snapshot.pages);
     const used = pages.filter((page) => page.owners.length).length;

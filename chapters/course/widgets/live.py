@@ -71,7 +71,7 @@ class LiveEngine:
         ]
         asked = [
             {
-                "number": request.number,
+                "request_id": request.request_id,
                 "text": text,
                 "prompt_tokens": request.num_prompt,
                 "max_tokens": request.max_tokens,
@@ -89,7 +89,7 @@ class LiveEngine:
 
     def step(self) -> dict[str, Any] | None:
         """What a step of the engine has changed; None when all requests have ended."""
-        while self.arriving and self.arriving[0].number * EVERY <= self.steps:
+        while self.arriving and self.arriving[0].request_id * EVERY <= self.steps:
             self.engine.submit([self.arriving.pop(0)])
         if not self.engine.scheduler.requests and not self.arriving:
             return None
@@ -109,7 +109,7 @@ class LiveEngine:
         prompt = render(messages, self.tokenizer, reasoning_effort="high")
         most = min(MAX_TOKENS, self.engine.max_model_len - len(prompt))
         params = SamplingParams(temperature=0, max_tokens=most)
-        return Request(prompt, most, params, self.stop_ids, number=number)
+        return Request(prompt, most, params, self.stop_ids, request_id=number)
 
     def _told(self) -> dict[str, Any]:
         """What the engine tells since the last time, and how its books differ."""
@@ -117,13 +117,13 @@ class LiveEngine:
         while not self.engine.events.empty():
             event = self.engine.events.get()
             assert event is not None
-            told: dict[str, Any] = {"number": event.number}
+            told: dict[str, Any] = {"request_id": event.request_id}
             told["text"] = self.tokenizer.decode(event.tokens)
             if event.finish_reason is not None:
                 told["finish_reason"] = event.finish_reason
-            if event.number not in self.heard:  # it stays the same from then on
+            if event.request_id not in self.heard:  # it stays the same from then on
                 told["cached_tokens"] = event.cached_tokens
-                self.heard.add(event.number)
+                self.heard.add(event.request_id)
             events.append(told)
         snapshot = json.loads(json.dumps(self.engine.snapshot()))  # its keys as text
         different, self.snapshot = changes(self.snapshot, snapshot), snapshot

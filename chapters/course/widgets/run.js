@@ -30,14 +30,14 @@ export function news(before, state) {
   const ran = all.filter((n) => now.get(n).state === "running" && moved(n) > 0);
   const ended = state.events.filter((event) => event.finish_reason);
   const began = ran.filter((n) => was(n)?.state !== "running");
-  const decoded = state.events.map((event) => event.number);
+  const decoded = state.events.map((event) => event.request_id);
   const prompts = ran.filter((n) => !began.includes(n) && !decoded.includes(n));
   return [
     began.length && `${names(began)} ${began.length > 1 ? "start" : "starts"}.`,
     prompts.length && `Prompt computed: ${names(prompts)}.`,
     decoded.length && `New tokens: ${names(decoded)}.`,
     gave.length && `No page is left: ${names(gave)} must wait and computes again.`,
-    ended.length && `Ended: ${names(ended.map((event) => event.number))}.`,
+    ended.length && `Ended: ${names(ended.map((event) => event.request_id))}.`,
   ].filter(Boolean).join(" ");
 }
 

@@ -86,7 +86,7 @@ class Service:
     compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
     draining: bool = False  # no new requests, while those that run finish
     running: int = 0  # HTTP requests
-    # The id of the HTTP request that each of the engine's belongs to, by its number.
+    # The id of the HTTP request that each of the engine's belongs to, by its id.
     calls: dict[int, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)  # of names that are ignored
 
@@ -457,8 +457,8 @@ async def chunks(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     watch = call.service.metrics.watch(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
     replies.ends = answer.stream
-    numbers = [reader.request.number for reader in replies.readers]
-    call.service.calls |= dict.fromkeys(numbers, call.id)
+    request_ids = [reader.request.request_id for reader in replies.readers]
+    call.service.calls |= dict.fromkeys(request_ids, call.id)
     started = False
     try:
         answer.begin(replies)
@@ -497,8 +497,8 @@ async def chunks(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
                 yield orjson.dumps(whole)
     finally:
         answer.end(started)
-        for number in numbers:
-            del call.service.calls[number]
+        for request_id in request_ids:
+            del call.service.calls[request_id]
         await replies.aclose()
 
 

@@ -44,8 +44,8 @@ def cut(snapshot: Snapshot) -> dict[str, Any]:
     """
     pages = snapshot["pages"]
     running = snapshot["running"][:MAX_ROWS]
-    shown = [str(r["number"]) for r in running]
-    tables = {str(number): table for number, table in pages["tables"].items()}
+    shown = [str(r["request_id"]) for r in running]
+    tables = {str(request_id): table for request_id, table in pages["tables"].items()}
     groups = len(pages["windows"])
     most = MAX_PAGES // max(1, groups * len(shown))  # of a request, in each group
     references, kept = pages["references"], pages["cached"]
@@ -56,9 +56,9 @@ def cut(snapshot: Snapshot) -> dict[str, Any]:
             "num_pages": pages["num_pages"],
             "page_size": pages["page_size"],
             "tables": {
-                number: [first_pages(table, most) for table in tables[number]]
-                for number in shown
-                if number in tables
+                request_id: [first_pages(table, most) for table in tables[request_id]]
+                for request_id in shown
+                if request_id in tables
             },
             "cached": kept[-MAX_PAGES:],  # those that were used last
         },
@@ -159,7 +159,7 @@ class View(Response):
         calls, own = self.call.service.calls, self.call.id
 
         def marked(request: dict[str, Any]) -> dict[str, Any]:
-            return {**request, "mine": calls.get(request["number"]) == own}
+            return {**request, "mine": calls.get(request["request_id"]) == own}
 
         marks = {name: [*map(marked, seen[name])] for name in ("running", "waiting")}
         return {**seen, **marks}

@@ -38,8 +38,8 @@ class Rows {
   take({ running, waiting, totals }, turn) {
     const cut = running.length < totals.running || waiting.length < totals.waiting;
     const there = new Map();
-    for (const now of running) there.set(now.number, { now, kind: "running" });
-    for (const now of waiting) there.set(now.number, { now, kind: "waiting" });
+    for (const now of running) there.set(now.request_id, { now, kind: "running" });
+    for (const now of waiting) there.set(now.request_id, { now, kind: "waiting" });
     for (const [id, row] of this.known) {
       if (there.has(id)) continue;
       if (cut) this.known.delete(id); // it may be among those that are not told of

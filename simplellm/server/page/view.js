@@ -28,7 +28,7 @@ export function letter(number) {
 
 /** Where each request is in a snapshot, by its number. */
 export function places({ running, waiting }) {
-  const entry = (state) => (request) => [request.number, { state, ...request }];
+  const entry = (state) => (request) => [request.request_id, { state, ...request }];
   return new Map([...running.map(entry("running")), ...waiting.map(entry("waiting"))]);
 }
 

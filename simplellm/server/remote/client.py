@@ -122,22 +122,24 @@ class RemoteEngine(EngineBase):
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, each with a number of its own, and their siblings.
+        """Queue requests, each with an id of its own, and their siblings.
 
         Raises EngineError and then has taken none of them. That too many wait is the
         first event of each.
         """
         self.check_process()
-        every = [one.number for first in requests for one in (first, *first.siblings)]
+        every = [
+            one.request_id for first in requests for one in (first, *first.siblings)
+        ]
         frame = as_frame(["submit", [*map(as_samples, requests)]])
         with self.lock:
             self.check_open()
             self.open.update(every)
             self.outgoing.put(frame)
 
-    def abort(self, number: int, reason: str = "abort") -> None:
+    def abort(self, request_id: int, reason: str = "abort") -> None:
         """End a request soon, from any thread or finalizer."""
-        self.outgoing.put(as_frame(["abort", number, reason]))
+        self.outgoing.put(as_frame(["abort", request_id, reason]))
 
     def stats(self) -> Stats:
         """How the engine is doing. Raises EngineError if it can't say."""
@@ -219,7 +221,7 @@ class RemoteEngine(EngineBase):
                 for data in frame["events"]:
                     event = event_of(data)
                     if event.finish_reason is not None:
-                        self.open.discard(event.number)
+                        self.open.discard(event.request_id)
                     yield event
                 for number, answer_data, error in frame["answers"]:
                     answer = self.answers.pop(number)
@@ -243,12 +245,12 @@ class RemoteEngine(EngineBase):
         self.outgoing.put(None)
         for answer in unanswered:
             answer.set_exception(EngineError(f"the engine's process {ended}"))
-        for number in left:
+        for request_id in left:
             if self.dead is None:
-                yield Event(number, finish_reason="abort")
+                yield Event(request_id, finish_reason="abort")
             else:
                 error = failure("the engine died", self.dead)
-                yield Event(number, finish_reason="error", error=error)
+                yield Event(request_id, finish_reason="error", error=error)
 
     def _end(self) -> str:
         """Wait for the process, whose link is closed; how it ended."""

@@ -48,7 +48,7 @@ class Core:
         self.link = link
         # Events, answers, and None behind the last event.
         self.outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.events: dict[int, Event] = {}  # that wait, by their request's number
+        self.events: dict[int, Event] = {}  # that wait, by their request's id
         self.answers: list[Any] = []  # answers that wait
         self.over = False  # nothing more will come
         self.pool = ThreadPoolExecutor(4)  # for what nobody else should wait for
@@ -92,17 +92,17 @@ class Core:
 
     def submit(self, prompts: list[dict[str, Any]]) -> None:
         """Queue requests; that they are refused is an event of each."""
-        every = [number for spec in prompts for _, number in spec["samples"]]
+        every = [request_id for spec in prompts for _, request_id in spec["samples"]]
         try:
             self.engine.submit([request_of(spec, self.compile) for spec in prompts])
         except Exception as error:
-            for number in every:
-                event = Event(number, finish_reason="error", error=error)
+            for request_id in every:
+                event = Event(request_id, finish_reason="error", error=error)
                 self.outgoing.put(event)
 
-    def abort(self, number: int, reason: str) -> None:
+    def abort(self, request_id: int, reason: str) -> None:
         """End a request soon."""
-        self.engine.abort(number, reason)
+        self.engine.abort(request_id, reason)
 
     def close(self) -> None:
         """Take no more requests, finish those there are, and end."""
@@ -157,9 +157,9 @@ class Core:
                 if item is None:
                     self.over = True
                 elif isinstance(item, Event):
-                    before = self.events.get(item.number)
+                    before = self.events.get(item.request_id)
                     event = item if before is None else as_one(before, item)
-                    self.events[item.number] = event
+                    self.events[item.request_id] = event
                 else:
                     self.answers.append(item)
 

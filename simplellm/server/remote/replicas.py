@@ -97,7 +97,7 @@ class PendingRequest:
 
     def __init__(self, first: Request) -> None:
         self.first = first
-        self.numbers = [one.number for one in (first, *first.siblings)]
+        self.request_ids = [one.request_id for one in (first, *first.siblings)]
         self.digests = digests_of(first.tokens)
         self.tried: set[ReplicaSlot] = set()  # that are full, or gone
 
@@ -191,7 +191,7 @@ class Replicas(EngineBase):
     # Requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, each with a number of its own, and their siblings.
+        """Queue requests, each with an id of its own, and their siblings.
 
         Raises EngineError and then has taken none of them. That too many wait is the
         first event of each.
@@ -199,36 +199,36 @@ class Replicas(EngineBase):
         self.check_open()
         for first in requests:
             pending = PendingRequest(first)
-            self.pending |= dict.fromkeys(pending.numbers, pending)
+            self.pending |= dict.fromkeys(pending.request_ids, pending)
             if not self._dispatch(pending):
                 for one in requests:
                     for sample in (one, *one.siblings):
-                        self.abort(sample.number)
-                        self.slot_of.pop(sample.number, None)
+                        self.abort(sample.request_id)
+                        self.slot_of.pop(sample.request_id, None)
                 expect_one([])
 
-    def abort(self, number: int, reason: str = "abort") -> None:
+    def abort(self, request_id: int, reason: str = "abort") -> None:
         """End a request soon, from any thread or finalizer."""
-        self.pending.pop(number, None)  # so that nobody tries it again
-        slot = self.slot_of.get(number)
+        self.pending.pop(request_id, None)  # so that nobody tries it again
+        slot = self.slot_of.get(request_id)
         if slot is not None and slot.engine is not None:
-            slot.engine.abort(number, reason)
+            slot.engine.abort(request_id, reason)
 
     def _dispatch(self, pending: PendingRequest) -> bool:
         """Give a request to a replica that it hasn't tried; False if none is left."""
-        numbers = pending.numbers
+        request_ids = pending.request_ids
         with self.lock:
             while (slot := self._choose(pending)) is not None and slot.engine:
-                self.slot_of |= dict.fromkeys(numbers, slot)
+                self.slot_of |= dict.fromkeys(request_ids, slot)
                 try:
                     slot.engine.submit([pending.first])
                 except EngineError:  # it has just ended
                     pending.tried.add(slot)
                     continue
                 slot.remember(pending.digests)
-                for number in numbers:  # nobody may want it any more
-                    if number not in self.pending:
-                        slot.engine.abort(number)
+                for request_id in request_ids:  # nobody may want it any more
+                    if request_id not in self.pending:
+                        slot.engine.abort(request_id)
                 return True
         return False
 
@@ -246,22 +246,22 @@ class Replicas(EngineBase):
 
     def _relay(self, slot: ReplicaSlot, event: Event) -> None:
         """Pass on an event of a request that is still in ``slot``."""
-        number, error = event.number, event.error
-        if self.slot_of.get(number) is not slot:
+        request_id, error = event.request_id, event.error
+        if self.slot_of.get(request_id) is not slot:
             return
         if isinstance(error, QueueFullError):
-            if (pending := self.pending.get(number)) is not None:
+            if (pending := self.pending.get(request_id)) is not None:
                 pending.tried.add(slot)
                 if self._dispatch(pending):
                     return
-                self.slot_of |= dict.fromkeys(pending.numbers, slot)
-                for one in pending.numbers:
+                self.slot_of |= dict.fromkeys(pending.request_ids, slot)
+                for one in pending.request_ids:
                     self.pending.pop(one, None)
             self.refused += 1
         self.lost += error is not None and isinstance(error.__cause__, DistantError)
-        self.pending.pop(number, None)
+        self.pending.pop(request_id, None)
         if event.finish_reason is not None:
-            self.slot_of.pop(number, None)
+            self.slot_of.pop(request_id, None)
         self.queue.put(event)
 
     def _events(self) -> Iterator[Event]:

@@ -78,14 +78,14 @@ def as_error(data: Sequence[str]) -> Exception:
 
 
 def as_samples(first: Request) -> dict[str, Any]:
-    """What a prompt's samples have in common; of each, its index and number."""
+    """What a prompt's samples have in common; of each, its index and id."""
     params = vars(first.params).items()
     return {
         **{name: getattr(first, name) for name in SENT},
         "params": {name: value for name, value in params if name not in UNSENT},
         "stop_ids": first.stop_ids,
         "grammar": None if first.grammar is None else first.grammar.text,
-        "samples": [(one.index, one.number) for one in (first, *first.siblings)],
+        "samples": [(one.index, one.request_id) for one in (first, *first.siblings)],
     }
 
 
@@ -102,8 +102,8 @@ def request_of(data: dict[str, Any], compile: Callable[[str], Grammar]) -> Reque
         deadline=math.inf if deadline is None else deadline,
     )
     first, *others = (spec.sample(index) for index, _ in samples)
-    for request, (_, number) in zip([first, *others], samples, strict=True):
-        request.number = number
+    for request, (_, request_id) in zip([first, *others], samples, strict=True):
+        request.request_id = request_id
     first.siblings = others
     return first
 

@@ -30,9 +30,9 @@ def newest_first(left, batch, waiting, places):
 class FirstGivesWay(Scheduler):
     def _make_room(self, request, length, busy):
         while not self.manager.allocate(
-            request.number, request.num_computed_tokens + length
+            request.request_id, request.num_computed_tokens + length
         ):
-            victim = next(r for r in self.running if r.number not in busy)
+            victim = next(r for r in self.running if r.request_id not in busy)
             if victim is request:
                 return False
             self._preempt(victim)
@@ -43,7 +43,7 @@ class FirstGivesWay(Scheduler):
 class NobodySpared(Scheduler):
     def _make_room(self, request, length, busy):
         while not self.manager.allocate(
-            request.number, request.num_computed_tokens + length
+            request.request_id, request.num_computed_tokens + length
         ):
             victim = self.running[-1]
             if victim is request:
@@ -56,10 +56,10 @@ class NobodySpared(Scheduler):
 class TakesFromThoseAhead(Scheduler):
     def _make_room(self, request, length, busy):
         while not self.manager.allocate(
-            request.number, request.num_computed_tokens + length
+            request.request_id, request.num_computed_tokens + length
         ):
             others = [
-                r for r in self.running if r is not request and r.number not in busy
+                r for r in self.running if r is not request and r.request_id not in busy
             ]
             if not others:
                 return False
@@ -71,9 +71,9 @@ class TakesFromThoseAhead(Scheduler):
 class PreemptsItself(Scheduler):
     def _make_room(self, request, length, busy):
         while not self.manager.allocate(
-            request.number, request.num_computed_tokens + length
+            request.request_id, request.num_computed_tokens + length
         ):
-            victim = next(r for r in self.running[::-1] if r.number not in busy)
+            victim = next(r for r in self.running[::-1] if r.request_id not in busy)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -84,9 +84,9 @@ class PreemptsItself(Scheduler):
 class NewestGivesWay(Scheduler):
     def _make_room(self, request, length, busy):
         while not self.manager.allocate(
-            request.number, request.num_computed_tokens + length
+            request.request_id, request.num_computed_tokens + length
         ):
-            idle = [r for r in self.running if r.number not in busy]
+            idle = [r for r in self.running if r.request_id not in busy]
             victim = max(idle, key=lambda r: r.arrival_time)
             if victim is request:
                 return False
@@ -97,9 +97,11 @@ class NewestGivesWay(Scheduler):
 @wrong("Scheduler._make_room", "try again")
 class OnlyOnce(Scheduler):
     def _make_room(self, request, length, busy):
-        if self.manager.allocate(request.number, request.num_computed_tokens + length):
+        if self.manager.allocate(
+            request.request_id, request.num_computed_tokens + length
+        ):
             return True
-        victim = next(r for r in self.running[::-1] if r.number not in busy)
+        victim = next(r for r in self.running[::-1] if r.request_id not in busy)
         if victim is not request:
             self._preempt(victim)
         return False
@@ -132,7 +134,7 @@ class Schedules(Scheduler):
 
     def give(self, scheduled, busy, request, length):
         scheduled.append(self._chunk(request, length))
-        busy.add(request.number)
+        busy.add(request.request_id)
         self.budget -= length
 
 
@@ -153,7 +155,7 @@ class PromptsFirst(Schedules):
 class BudgetNeverSpent(Schedules):
     def give(self, scheduled, busy, request, length):
         scheduled.append(self._chunk(request, length))
-        busy.add(request.number)
+        busy.add(request.request_id)
 
 
 @wrong("Scheduler.schedule", "note who has work")
@@ -191,7 +193,7 @@ class NewBeforeUnderWay(Schedules):
         if self.running:
             self._admit(scheduled, self.budget)
         for chunk in scheduled[before:]:
-            busy.add(chunk.request.number)
+            busy.add(chunk.request.request_id)
             self.budget -= chunk.length
         self.round(scheduled, busy, lambda r: r.missing > 1)
 
@@ -199,7 +201,7 @@ class NewBeforeUnderWay(Schedules):
 @wrong("Scheduler.schedule", "is being computed")
 class ReadyOrNot(Scheduler):
     def _ready(self, request, busy):
-        return request.number not in busy
+        return request.request_id not in busy
 
 
 @wrong("Scheduler.update_from_output", "position start + length")
