@@ -20,7 +20,7 @@ from checkpoints import TINY, write_checkpoint
 from random_schemas import large_tokenizer
 
 from simplellm import LLM
-from simplellm.api.delivery import future_of
+from simplellm.api.futures import future_of
 from simplellm.api.outputs import RequestOutput
 from simplellm.api.results import outputs
 from simplellm.base.grammar import BitmaskFiller, Grammar, GrammarError, llguidance

@@ -415,7 +415,7 @@ def test_a_bar_is_closed_however_a_call_ends(
             closed.append(how)
             super().close()
 
-    monkeypatch.setattr("simplellm.api.delivery.tqdm", Bar)
+    monkeypatch.setattr("simplellm.api.futures.tqdm", Bar)
     with LLM(folder, SMALL, device="cpu", max_num_seqs=1, max_waiting=1) as llm:
         blocker = llm.stream([1], max_tokens=10_000, ignore_eos=True)
         next(blocker)

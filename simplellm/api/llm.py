@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from simplellm.api.checks import Messages, Prompt, is_several
-from simplellm.api.delivery import Delivery, RequestFuture, Samples, future_of
+from simplellm.api.delivery import Delivery, Samples
+from simplellm.api.futures import RequestFuture, future_of
 from simplellm.api.input_processor import MAX_SAMPLES, Loaded
 from simplellm.api.outputs import ChatOutput, RequestOutput
 from simplellm.api.reply import ChatReply, Reply, TextReply
