@@ -783,7 +783,7 @@ def test_a_dead_engine_says_so(start: Any, caplog: pytest.LogCaptureFixture) -> 
     def broken(*arguments: object) -> Any:
         raise ZeroDivisionError("the books are wrong")
 
-    llm.engine.scheduler.commit = broken
+    llm.engine.scheduler.update_from_output = broken
     with pytest.raises(EngineError, match="the engine died: ZeroDivisionError"):
         future.result(PATIENCE)
     with pytest.raises(EngineError, match="died"):
