@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_schedule import RECORD, schedule
 
 ROOT = Path(__file__).parents[2]
 FILE = re.compile(r"(?:chapters|tools)/[\w/-]+\.\w+")
@@ -69,3 +70,7 @@ def test_the_commit_has_the_files(record: str, command: str, commit: str) -> Non
         assert git("cat-file", "-e", f"{commit}:{file}").returncode == 0, (
             f"{record}: no {file} at {commit}"
         )
+
+
+def test_the_schedule_that_chapter_9_draws_is_the_engines() -> None:
+    assert schedule() == json.loads(RECORD.read_text(encoding="utf-8"))
