@@ -49,10 +49,12 @@ def play(model: Model, config: EngineConfig) -> list[dict[str, Any]]:
     def noted(scheduled: Sequence[ScheduledChunk]) -> Flight:
         for request, start, length, _ in scheduled:
             kind = "decode" if length == 1 else "prompt"
-            if start < reached[request.number]:
+            if start < reached[request.request_id]:
                 kind = "again"
-            reached[request.number] = max(reached[request.number], start + length)
-            rows[request.number]["works"].append([step, kind, length])
+            reached[request.request_id] = max(
+                reached[request.request_id], start + length
+            )
+            rows[request.request_id]["works"].append([step, kind, length])
         return launch(scheduled)
 
     with patch.object(engine.runner, "launch", noted):
@@ -61,7 +63,7 @@ def play(model: Model, config: EngineConfig) -> list[dict[str, Any]]:
                 _, length, most = REQUESTS[asked]
                 prompt = [(7 * asked + n) % 900 for n in range(length)]
                 params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-                engine.submit([Request(prompt, most, params, number=asked)])
+                engine.submit([Request(prompt, most, params, request_id=asked)])
                 asked += 1
             engine.step()
             step += 1
