@@ -27,6 +27,7 @@ from simplellm.checkpoint.source import Source
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.engine.page_manager import PageManager
+from simplellm.engine.ranks import ALONE, Ranks, start_ranks
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
 from simplellm.engine.speculation import SpeculativeScheduler, Speculator
@@ -61,9 +62,12 @@ def load(
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed)
     input_processor = InputProcessor.open(path_of(path), source.config)
+    given = path, dtype, device, random_weights, seed
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
         beside.submit(input_processor.grammars.prepare)
-        engine, why, seconds = load_engine(source, config, dtype, device)
+        ranks = start_ranks(config, source.config, *given)
+        with ranks.loading():
+            engine, why, seconds = load_engine(source, config, dtype, device, ranks)
     limit = engine.max_model_len
     input_processor = replace(
         input_processor, max_model_len=limit, compiler=input_processor.grammars.compile
@@ -72,12 +76,17 @@ def load(
 
 
 def load_engine(
-    source: Source, config: EngineConfig, dtype: torch.dtype, device: torch.device
+    source: Source,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> tuple[Engine, str, float]:
     """The engine; how it computes, and why; how many seconds the weights took.
 
-    ``config`` has been resolved.
+    ``config`` has been resolved. Each of ``ranks`` loads its shard.
     """
+    source = ranks.shard(source)
     operations, why = choose_operations(config, source, dtype, device)
     LOGGER.info(
         "computing %s on %s with %s", title(source.config), name_of(device), why
@@ -89,10 +98,10 @@ def load_engine(
             ops = fused_operations(source.config, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
-        start = time.perf_counter()
+        start, ops = time.perf_counter(), ranks.operations(ops, source.config)
         model = read_weights(source, dtype, device, ops, config.max_model_len)
         weights_seconds = time.perf_counter() - start
-        engine = build_engine(model, config)
+        engine = build_engine(model, config, ranks)
         if config.cuda_graphs and operations == "fused":
             sizes = bucket_sizes(engine.scheduler.max_num_seqs)
             engine.runner.capture(sizes, MIXED_SIZES)
@@ -211,7 +220,7 @@ def fused_operations(
 # The engine
 
 
-def build_engine(model: Model, config: EngineConfig) -> Engine:
+def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> Engine:
     """An engine for ``model``, with as much memory for keys and values as it may have.
 
     ``config`` has been resolved. Raises ValueError if there is no room for a prompt of
@@ -219,6 +228,7 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
     pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
+    pages = ranks.least(pages)
     chunk = config.prefill_chunk if config.enable_chunked_prefill else None
     manager = PageManager(
         pages,
@@ -241,7 +251,7 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     expected += "page_size or max_model_len"
     expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), expected)
     pool = KVPool(model.config, pages, page_size, model.dtype, model.device)
-    runner = Runner(model, pool, manager, config, min(limits))
+    runner = Runner(model, pool, manager, config, min(limits), ranks)
     rules: dict[str, Any] = {
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": budget,

@@ -469,6 +469,8 @@ class EngineConfig:
     # Tokens do not depend on other requests; slower (VLLM_BATCH_INVARIANT).
     batch_invariant: bool = False
     operations: Literal["auto", "plain", "fused"] = "auto"  # PyTorch's or Triton's
+    # Processes that share each weight, and compute each step together.
+    tensor_parallel_size: int = declared(1)
     # Where drafts of the next tokens come from: "suffix", what the text said before
     # (method in speculative_config).
     speculative: Literal["suffix"] | None = None

@@ -20,16 +20,19 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-def gumbel_noise(seeds: Tensor, steps: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(
+    seeds: Tensor, steps: Tensor, vocab_size: int, start: int = 0
+) -> Tensor:
     """Standard Gumbel noise that is a function of (seed, step, token), not a stream.
 
     seeds int64 [B] (all 64 bits count) and steps int64 [B] -> float32 [B, V]. Counter
-    based as in Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    based as in Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". For
+    V tokens from ``start`` on.
     """
     low, high = seeds & 0xFFFFFFFF, (seeds >> 32) & 0xFFFFFFFF
     first = mix(mix(mix(low) ^ high) ^ steps)  # [B]
     second = mix(first ^ 0x5BD1E995)  # two keys a row: rows never share a sequence
-    tokens = torch.arange(vocab_size, device=seeds.device)
+    tokens = torch.arange(start, start + vocab_size, device=seeds.device)
     bits = mix(mix(tokens ^ first[:, None]) ^ second[:, None])  # [B, V]
     # Midpoints of 2^32 intervals; float32 would round the last 128 of them up to 1.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)

@@ -7,4 +7,5 @@ each tensor is called, `folder.py` where a checkpoint lies and what the small fi
 it say, `packages.py` which models come as a package. `families/` has a file of data for
 each family of models. `formats.py` reads how weights are stored: `mxfp4.py` in 4 bits,
 `scaled.py` in 8, `stored.py` makes either from what a checkpoint holds.
+`sharding.py` is what one of several ranks has of it.
 """

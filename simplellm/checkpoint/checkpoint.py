@@ -38,7 +38,7 @@ from simplellm.checkpoint.names import (
     tensor_shapes,
 )
 from simplellm.checkpoint.source import Source, TensorInfo
-from simplellm.checkpoint.stored import encoded
+from simplellm.checkpoint.stored import decoded, encoded
 from simplellm.checkpoint.tensors import DTYPES, assembled, read_header, tensor_view
 
 # Linux lets no process map more than it has memory for if the pages may be written to,
@@ -101,6 +101,18 @@ class Checkpoint:
         parts = [tensor_view(self._shards[i.file], i) for i in self.stored(ours)]
         form = self.config.formats.get(ours)
         return assembled(parts, self._table[ours], self._shapes[ours], form)
+
+    def parts(self, ours: str) -> list[Weight]:
+        """What `__getitem__` joins, each [..., out, in], as views of the files.
+
+        They are in the order of `stored_names`.
+        """
+        views = [tensor_view(self._shards[i.file], i) for i in self.stored(ours)]
+        if (form := self.config.formats.get(ours)) is None:
+            return [view.mT if self._table[ours].turned else view for view in views]
+        count = len(form.suffixes)
+        starts = range(0, len(views), count)
+        return [decoded(form, views[start : start + count]) for start in starts]
 
     def names(self) -> list[str]:
         """Our names of all tensors, in the model's order."""

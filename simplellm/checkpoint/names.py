@@ -31,13 +31,13 @@ class Name(NamedTuple):
         return self._replace(**here)
 
 
-# Attention is split by its heads (of QKV each part for itself), and the experts are
-# dealt out whole: 2880 / 32 = 90 scales of a row of `down` cannot be cut in 4 or 8.
-# After `o` and after the experts what the devices have is added up; a bias that is not
-# split belongs to that sum once.
+# Attention is split by its heads (of QKV each part for itself), experts by their
+# intermediate columns: of experts dealt out whole, two devices' busier one would have
+# 2.75 of the 4 chosen on average. After `o` and after the experts what the devices have
+# is added up; a bias that is not split belongs to that sum once (sharding.py).
 # fmt: off
 NAMES = (
-    Name("embed_tokens.weight", "V hidden", "",
+    Name("embed_tokens.weight", "V hidden", "V",
          "model.embed_tokens.weight"),
     Name("layers.{n}.attn_norm.weight", "hidden", "",
          "model.layers.{n}.input_layernorm.weight"),
@@ -57,13 +57,13 @@ NAMES = (
          "model.layers.{n}.mlp.router.weight"),
     Name("layers.{n}.router.bias", "E", "",
          "model.layers.{n}.mlp.router.bias"),
-    Name("layers.{n}.experts.gate_up", "E 2I hidden", "E",
+    Name("layers.{n}.experts.gate_up", "E 2I hidden", "2I",
          "model.layers.{n}.mlp.experts.gate_up_proj", turned=True),
-    Name("layers.{n}.experts.gate_up_bias", "E 2I", "E",
+    Name("layers.{n}.experts.gate_up_bias", "E 2I", "2I",
          "model.layers.{n}.mlp.experts.gate_up_proj_bias"),
-    Name("layers.{n}.experts.down", "E hidden I", "E",
+    Name("layers.{n}.experts.down", "E hidden I", "I",
          "model.layers.{n}.mlp.experts.down_proj", turned=True),
-    Name("layers.{n}.experts.down_bias", "E hidden", "E",
+    Name("layers.{n}.experts.down_bias", "E hidden", "",
          "model.layers.{n}.mlp.experts.down_proj_bias"),
     Name("norm.weight", "hidden", "",
          "model.norm.weight"),

@@ -7,7 +7,8 @@ the pages of the KV cache, `page_manager.py` says which of them belongs to whom,
 records it as a CUDA graph. `speculation.py` lets a step check guesses of the next
 tokens, which `suffix.py` makes of what a text said before, as far as `step_times.py`
 finds that they pay; `drafts.py` has its rules. `sampler.py` chooses tokens from logits.
-`stats.py` counts, `snapshot.py` types what an engine says of its requests and pages,
+`stats.py` counts, `ranks.py` has several processes take part in each step.
+`snapshot.py` types what an engine says of its requests and pages,
 `warmup.py` compiles kernels before they are needed, and `client.py` has what an engine
 in another process shares with one in this.
 """

@@ -55,6 +55,7 @@ class Engine(EngineBase):
         # Steps under way, the oldest first.
         self.flights: deque[tuple[Sequence[ScheduledChunk], Flight]] = deque()
         self.timer = LaunchTimer()
+        runner.ranks.watch(partial(self.inbox.put, None))
 
     def step(self) -> None:
         """Launch the next forward pass, and collect those that are over."""
@@ -126,6 +127,7 @@ class Engine(EngineBase):
         try:
             flight = self.runner.launch(scheduled)
         except Exception as error:
+            self.runner.ranks.check(error)
             LOGGER.error("a step failed, whose requests are tried again: %s", error)
             # The frames hold memory, and whoever gets the error may keep it for long.
             traceback.clear_frames(error.__traceback__)
@@ -248,11 +250,13 @@ class Engine(EngineBase):
         except BaseException as error:
             LOGGER.exception("the engine died")
             self._die(error)
+        self.runner.ranks.close()
         self.events.put(None)
 
     def _drain_inbox_until_launch(self) -> bool:
         """Carry out what other threads asked for; wait while no step is due."""
         while True:
+            self.runner.ranks.check()
             with self.lock:  # whoever came before the closing is among the requests
                 idle = not (self.scheduler.requests or self.flights)
                 over = self.cancelling or (self.closing and idle)

@@ -25,6 +25,7 @@ from simplellm.engine.graphs import (
     capture,
 )
 from simplellm.engine.page_manager import PageManager
+from simplellm.engine.ranks import ALONE, Ranks
 from simplellm.engine.sampler import Sampled, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.speculation import sample_positions, verified
@@ -33,11 +34,13 @@ from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.sampling.logprobs import (
     PromptScores,
+    PromptTargets,
     prompt_entries,
+    prompt_targets,
     score_prompts,
     token_logprobs,
 )
-from simplellm.sampling.masks import Masks
+from simplellm.sampling.masks import Mask, Masks
 
 
 class StepOutput(NamedTuple):
@@ -67,8 +70,10 @@ class Runner:
         manager: PageManager,
         config: EngineConfig,
         max_model_len: int,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.pool, self.manager = model, pool, manager
+        self.ranks = ranks
         self.max_num_seqs = config.max_num_seqs
         # Columns of a block table: a multiple of 16, so that kernels are compiled once.
         self.table_width = 16 * -(-max_model_len // (16 * pool.page_size))
@@ -84,7 +89,7 @@ class Runner:
         self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.sampled_tokens = torch.zeros(rows, dtype=torch.int32, device=self.device)
         vocab_size = model.config.vocab_size
-        self.logits = torch.zeros(rows, vocab_size, device=self.device)
+        self.logits = torch.zeros(rows, model.lm_head.shape[0], device=self.device)
         # Of steps with prompts that are captured.
         self.hidden = model.embed_tokens.new_zeros(
             min(tokens, MIXED_SIZES[-1]), model.config.hidden_size
@@ -164,7 +169,8 @@ class Runner:
         ``sampled_tokens``, and what it finds of prompts in ``scores``. The next step
         writes over all three.
         """
-        self.pool.copy(self.manager.take_copies())
+        copies = self.manager.take_copies()
+        self.pool.copy(copies)
         rows = len(scheduled)
         decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), rows)
         real = CaptureShape(
@@ -179,18 +185,37 @@ class Runner:
         self.buffer_index ^= 1
         staging = self.staging[self.buffer_index]
         self._fill(self.view(staging.numpy(), *shape), scheduled, decodes)
-        size = Batch.size(*shape[:3], len(self.pool.windows))
-        self.inputs[:size].copy_(staging[:size], non_blocking=True)
+        flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
+        scored = prompt_targets(scheduled, self.device)
+        targets = [target for *_, target in scored]
+        self.ranks.forward(flat, shape, len(sampling), copies, targets)
         self.previous = {r.request_id: row for row, r in enumerate(sampling)}
-        self.scores = []
+        scores = self.compute(flat, shape, len(sampling), targets, graph)
+        found = zip(scored, scores, strict=True)
+        self.scores = [PromptScores(r, first, x) for (r, first, _), x in found]
+
+    def compute(
+        self,
+        flat: Tensor,
+        shape: Sequence[int],
+        count: int,
+        targets: Sequence[PromptTargets],
+        graph: Captured | None = None,
+    ) -> list[list[Tensor]]:
+        """A rank's part of a step ``flat``, with ``count`` samples; scores ``targets``.
+
+        ``shape`` is that of `view`.
+        """
+        self.inputs[: len(flat)].copy_(flat, non_blocking=True)
         batch, hidden = self.view(self.inputs, *shape), self.hidden
         if graph is not None:
             graph.replay()
         else:
             hidden = self.model.forward(batch, self.pool, self.sampled_tokens)
-        if graph is None or chunks:
-            self._head(batch, hidden, len(sampling))
-            self.scores = score_prompts(scheduled, hidden, self.model.head, self.logits)
+        if graph is None or shape[1] > shape[3]:
+            self._head(batch, hidden, count)
+        head, score = self.model.head, self.model.ops.score
+        return score_prompts(targets, hidden, head, self.logits, score)
 
     def _head(self, batch: Batch, hidden: Tensor, count: int) -> None:
         """Logits and likeliest tokens of the first ``count`` samples of a step."""
@@ -277,18 +302,28 @@ class Runner:
         sampled = Sampled(self.sampled_tokens[:count])
         changed = counting or mask is not None or columns.bias is not None
         if columns.random or changed or columns.logprobs is not None:
-            steps = [request.num_output for request in requests]
-            sampled = sample(
-                self.logits[:count],
-                self.sampled_tokens[:count],
-                columns,
-                upload(steps, torch.int64, self.device),
-                self.model.ops,
-                counts=self.counts if counting else None,
-                mask=mask,
-            )
-            self.sampled_tokens[:count] = sampled.tokens
+            numbers = [request.num_output for request in requests]
+            steps = upload(numbers, torch.int64, self.device)
+            how = columns, steps, self.counts if counting else None, mask
+            self.ranks.sample(count, *how)
+            sampled = self.choose(count, *how)
         return self._fetch(requests, sampled)
+
+    def choose(
+        self,
+        count: int,
+        columns: SamplingTensors,
+        steps: Tensor,
+        counts: TokenCounts | None,
+        mask: Mask | None,
+    ) -> Sampled:
+        """A rank's part in choosing ``count`` tokens, as `sample` does."""
+        columns, mask = self.ranks.own(columns, mask)
+        logits, best = self.logits[:count], self.sampled_tokens[:count]
+        ops = self.model.ops
+        sampled = sample(logits, best, columns, steps, ops, counts=counts, mask=mask)
+        best[:] = sampled.tokens
+        return sampled
 
     def _columns_of(self, requests: Sequence[SamplePosition]) -> SamplingTensors:
         """The sampling parameters of ``requests``, kept for as long as these stay."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from simplellm.base.config import MAX_SIZE
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.base.transfer import upload
 from simplellm.model.ops import Ops
 from simplellm.sampling.filters import Filters
-from simplellm.sampling.logprobs import score
 from simplellm.sampling.masks import Mask, apply_mask
 from simplellm.sampling.penalties import TokenCounts
 
@@ -122,7 +122,7 @@ def sample(
     """
     adjusted = adjust_logits(logits, columns, ops, counts, mask)
     if adjusted is not logits:
-        best = adjusted.argmax(dim=-1).int()
+        best = ops.argmax(adjusted)
     tokens = best
     if columns.random:
         how = columns.temperature, columns.seeds, steps, columns.filters
@@ -131,8 +131,8 @@ def sample(
         counts.add(tokens)
     if columns.logprobs is None:
         return Sampled(tokens)
-    scored = score(logits, tokens, columns.logprobs)
+    scored = ops.score(logits, tokens, columns.logprobs)
     full: Sequence[Tensor] = ()
     if (rows := columns.full_rows) is not None:
-        full = score(logits[rows], tokens[rows], logits.shape[1])[2:]
+        full = ops.score(logits[rows], tokens[rows], MAX_SIZE)[2:]
     return Sampled(tokens, scored, full)

@@ -167,6 +167,7 @@ def num_pages(
         longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
         wanted_room = kv_bytes(model, longest, itemsize=itemsize) + CPU_CACHE_BYTES
         share = int(free_bytes(device)[0] * CPU_CACHE_SHARE)
+        share //= config.tensor_parallel_size  # ranks on a CPU share its memory
         room = max(CPU_CACHE_BYTES, min(share, wanted_room))
     each = page_bytes(model, config.page_size, itemsize)
     expected = f"at least one page of {each} bytes"

@@ -56,9 +56,9 @@ class Model:
                 qkv, attn, batch.positions, keys, values, group.slots
             )
             out = ops.attend(q, keys, values, group, attn.sinks)  # [T, H, D]
-            update = ops.project(out.flatten(1), attn.o, attn.o_bias)
+            update = ops.reduce(ops.project(out.flatten(1), attn.o, attn.o_bias))
             x, h = ops.add_norm(x, update, layer.mlp_norm, eps)
-            update = layer.mlp.forward(ops, h, batch.num_tokens)  # may be in parts
+            update = ops.reduce(layer.mlp.forward(ops, h, batch.num_tokens))
         return ops.add_norm(x, update, self.norm, eps)[1]
 
     def head(self, hidden: Tensor, logits: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Model:
         nbytes += 4 * count * self.config.vocab_size
         check_room(self.device, nbytes, f"the logits of {count} tokens")
         pool = KVPool(self.config, num_pages, PAGE, self.dtype, self.device)
-        logits = torch.empty(count, self.config.vocab_size, device=self.device)
+        logits = torch.empty(count, self.lm_head.shape[0], device=self.device)
         previous = torch.zeros(1, dtype=torch.int32, device=self.device)
         for start in range(0, count, CHUNK):
             stop = min(start + CHUNK, count)

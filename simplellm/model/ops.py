@@ -37,6 +37,7 @@ from simplellm.model.layers import (
 from simplellm.model.other_families import layer_norm
 from simplellm.model.rope import rotate
 from simplellm.sampling.filters import Filters, filter_tokens
+from simplellm.sampling.logprobs import score
 
 
 def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
@@ -212,7 +213,8 @@ class Ops:
 
     ``project`` is `linear` of x [T, in]; other tables may return [T, parts, out].
     ``prepare`` brings a layer's weights into the layout that the others read.
-    ``penalize`` is that of `simplellm.sampling.penalties.TokenCounts`.
+    ``penalize`` is that of `simplellm.sampling.penalties.TokenCounts`. ``reduce`` adds
+    up what several ranks have computed of [T, hidden]; see model/parallel.py.
     """
 
     name: str
@@ -221,10 +223,13 @@ class Ops:
     project: Callable[[Tensor, Weight, Tensor | None], Tensor] = linear
     rope_and_cache: Callable[..., Tensor] = rope_and_cache
     attend: Callable[..., Tensor] = attend
+    reduce: Callable[[Tensor], Tensor] = lambda x: x
     experts: Callable[[Tensor, Experts, Tensor], Tensor] = experts
     dense: Callable[[Tensor, Dense], Tensor] = dense
     head: Callable[[Tensor, Weight, Tensor], Tensor] = head
+    argmax: Callable[[Tensor], Tensor] = lambda logits: logits.argmax(-1).int()
     draw: Callable[..., Tensor] = draw
+    score: Callable[[Tensor, Tensor, int], tuple[Tensor, ...]] = score
     penalize: Callable[[Any, Tensor], Tensor] = lambda counts, x: counts.penalize(x)
     prepare: Callable[[Layer], Layer] = lambda layer: layer
 

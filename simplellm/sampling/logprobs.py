@@ -36,36 +36,63 @@ class PromptScores(NamedTuple):
     scores: Sequence[Tensor]  # the results of `score`
 
 
+class PromptTargets(NamedTuple):
+    """The tokens of a prompt that come next after some rows of a step."""
+
+    row: int  # the first of these
+    tokens: Tensor  # int64 [N]
+    most: int  # alternatives that are wanted
+
+
 Head = Callable[[Tensor, Tensor], object]  # `Model.head`
+Score = Callable[[Tensor, Tensor, int], tuple[Tensor, ...]]  # `score`
 
 
-def score_prompts(
-    scheduled: Iterable[tuple[Request, int, int, bool]],
-    hidden: Tensor,
-    head: Head,
-    logits: Tensor,
-) -> list[PromptScores]:
-    """Score the prompts' tokens that come next after those of ``hidden`` [T, hidden].
+def prompt_targets(
+    scheduled: Iterable[tuple[Request, int, int, bool]], device: torch.device
+) -> list[tuple[Request, int, PromptTargets]]:
+    """What to score of the prompts in a step: whose, and from which place on.
 
-    A request whose ``prompt_logprobs`` is None wants none, or has got them. ``head``
-    never computes a whole prompt: at most ROWS rows, and no more than ``logits`` has.
+    A request whose ``prompt_logprobs`` is None wants none, or has got them.
     """
     parts, row = [], 0
     for request, start, length, _ in scheduled:
         count = request.params.prompt_logprobs
         stop = min(start + length, request.num_prompt - 1)
         if request.prompt_logprobs is not None and count is not None and start < stop:
-            tokens = request.tokens[start + 1 : stop + 1]
-            targets = upload(tokens, torch.int64, hidden.device)
-            rows = hidden[row : row + stop - start]
-            scores = score_rows(rows, targets, count, head, logits[:ROWS])
-            parts.append(PromptScores(request, start + 1, scores))
+            tokens = upload(request.tokens[start + 1 : stop + 1], torch.int64, device)
+            parts.append((request, start + 1, PromptTargets(row, tokens, count)))
         row += length
     return parts
 
 
+def score_prompts(
+    targets: Iterable[PromptTargets],
+    hidden: Tensor,
+    head: Head,
+    logits: Tensor,
+    score: Score = score,
+) -> list[list[Tensor]]:
+    """Score the ``targets`` of a step's ``hidden`` [T, hidden].
+
+    ``head`` never computes a whole prompt: at most ROWS rows, and no more than
+    ``logits`` has.
+    """
+    return [
+        score_rows(
+            hidden[row : row + len(tokens)], tokens, count, head, logits[:ROWS], score
+        )
+        for row, tokens, count in targets
+    ]
+
+
 def score_rows(
-    hidden: Tensor, tokens: Tensor, count: int, head: Head, logits: Tensor
+    hidden: Tensor,
+    tokens: Tensor,
+    count: int,
+    head: Head,
+    logits: Tensor,
+    score: Score = score,
 ) -> list[Tensor]:
     """`score` of ``tokens`` [N] after ``hidden`` [N, hidden].
 

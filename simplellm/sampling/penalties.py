@@ -4,6 +4,7 @@ B rows (one sequence each), P of them with penalties, V vocabulary.
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -83,6 +84,14 @@ class TokenCounts:
         in_prompt[prompt] = True
         in_output.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         return in_prompt, in_output
+
+    def of_tokens(self, tokens: range) -> "TokenCounts":
+        """The counts of some tokens, for logits of these alone."""
+        part = copy(self)
+        columns = slice(tokens.start, tokens.stop)
+        part.in_prompt = self.in_prompt[:, columns]
+        part.in_output = self.in_output[:, columns]
+        return part
 
     def penalize(self, logits: Tensor) -> Tensor:
         """Penalized logits [B, V].

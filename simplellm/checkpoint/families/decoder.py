@@ -46,7 +46,7 @@ def decoder(
     ``attention`` is what a layer has beside the matrices of `ATTENTION`.
     """
     return (
-        hub("embed_tokens.weight", "V hidden", "model.embed_tokens.weight"),
+        hub("embed_tokens.weight", "V hidden", "model.embed_tokens.weight", "V"),
         layered("attn_norm.weight", "hidden", "input_layernorm.weight"),
         *ATTENTION,
         *attention,

@@ -16,7 +16,7 @@ GPT2 = Family(
     model_types=("gpt2",),
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     names=(
-        hub("embed_tokens.weight", "V hidden", "wte.weight"),
+        hub("embed_tokens.weight", "V hidden", "wte.weight", "V"),
         hub("embed_positions.weight", "P hidden", "wpe.weight"),
         conv("attn_norm.weight", "hidden", "ln_1.weight"),
         conv("attn_norm.bias", "hidden", "ln_1.bias"),

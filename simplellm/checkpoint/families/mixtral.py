@@ -13,8 +13,10 @@ MIXTRAL = Family(
     names=decoder(
         mlp=(
             layered("router.weight", "E hidden", "block_sparse_moe.gate.weight"),
-            layered("experts.gate_up", "E 2I hidden", f"{EXPERT}.w{{1,3}}.weight", "E"),
-            layered("experts.down", "E hidden I", f"{EXPERT}.w2.weight", "E"),
+            layered(
+                "experts.gate_up", "E 2I hidden", f"{EXPERT}.w{{1,3}}.weight", "2I"
+            ),
+            layered("experts.down", "E hidden I", f"{EXPERT}.w2.weight", "I"),
         )
     ),
     defaults=MISTRAL_SIZES

@@ -16,9 +16,9 @@ from simplellm.checkpoint.families.qwen2 import QWEN
 EXPERTS = (
     layered("router.weight", "E hidden", "mlp.gate.weight"),
     layered(
-        "experts.gate_up", "E 2I hidden", "mlp.experts.{e}.{gate,up}_proj.weight", "E"
+        "experts.gate_up", "E 2I hidden", "mlp.experts.{e}.{gate,up}_proj.weight", "2I"
     ),
-    layered("experts.down", "E hidden I", "mlp.experts.{e}.down_proj.weight", "E"),
+    layered("experts.down", "E hidden I", "mlp.experts.{e}.down_proj.weight", "I"),
 )
 
 

@@ -26,6 +26,7 @@ from simplellm.base.request import Event
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.folder import path_of
 from simplellm.engine.engine import Engine
+from simplellm.engine.ranks import start_ranks
 from simplellm.model.machine import find_device, find_dtype
 from simplellm.server.remote.wire import as_frame, as_one, frames, request_of
 from simplellm.server.start import freeze_objects
@@ -65,9 +66,11 @@ class Core:
         self.config = source.config
         # Beside the weights: the first grammar would stop everybody.
         prepared = self.pool.submit(lambda: self.input_processor.grammars.prepare())
-        self.engine, backend_reason, seconds = load_engine(
-            source, resolved, dtype, device
-        )
+        ranks = start_ranks(resolved, source.config, path, dtype, device, *random)
+        with ranks.loading():
+            self.engine, backend_reason, seconds = load_engine(
+                source, resolved, dtype, device, ranks
+            )
         self.engine.events = self.outgoing
         prepared.result()
         limit = self.engine.max_model_len

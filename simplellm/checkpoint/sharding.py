@@ -1,0 +1,249 @@
+"""Which part of each weight a rank of several has, read by slice.
+
+As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): a weight that reads whole
+hidden states is column parallel, its output is shared out; the one that follows is row
+parallel, its input is, and what the ranks compute with it adds up to the result.
+Attention is cut between KV heads, each with the query heads that read it, feed-forward
+networks and every expert between intermediate columns, embedding and head between
+tokens. Norms and the router are on all ranks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from simplellm.base.config import BLOCK, ModelConfig, expect
+from simplellm.checkpoint.checkpoint import Checkpoint
+from simplellm.checkpoint.mxfp4 import MXFP4, Weight
+from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names, tensor_shapes
+from simplellm.checkpoint.scaled import Scaled, join
+from simplellm.checkpoint.source import Source, TensorInfo
+from simplellm.checkpoint.stored import in_one
+
+FIELD = "tensor_parallel_size"
+MASK_BITS = 32  # tokens of a vocabulary that share a word of a mask
+# Biases of row-parallel weights: the sum over all ranks gets them from the first.
+PARTIAL_BIASES = (".attn.o.bias", ".down.bias", ".down_bias")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of the parts of a model: that of ``rank``, of ``size`` ranks."""
+
+    rank: int
+    size: int
+
+    def part(self, total: int, unit: int = 1) -> range:
+        """This rank's of ``total`` rows or columns, in whole units but for the last."""
+        units = -(-total // unit)
+        start, stop = (units * n // self.size for n in (self.rank, self.rank + 1))
+        return range(start * unit, min(stop * unit, total))
+
+    def vocabulary(self, config: ModelConfig) -> range:
+        """The tokens whose rows of embedding and head this rank has."""
+        return self.part(config.vocab_size, MASK_BITS)
+
+
+def column_unit(config: ModelConfig, axis: str) -> int:
+    """Where the columns called ``axis`` may be cut: between so many of them."""
+    units = [1]
+    for ours, name in tensor_names(config).items():
+        form = config.formats.get(ours)
+        if form is not None and name.shape.split()[-1] == axis == name.split:
+            units.append(BLOCK if form.is_mxfp4 else form.tile[1] or 1)
+    return math.lcm(*units)
+
+
+def check_shards(config: ModelConfig, size: int) -> None:
+    """Raise ValueError, which says why, for a model that is not cut in ``size``."""
+    heads = config.num_key_value_heads
+    expected = f"a divisor of the model's {heads} KV heads (num_key_value_heads)"
+    expect(heads % size == 0, FIELD, size, expected)
+    measure, names = axes(config), tensor_names(config)
+    for axis in {name.split for name in names.values()} & {"I", "F", "V"}:
+        unit = MASK_BITS if axis == "V" else column_unit(config, axis)
+        units = -(-measure[axis] // unit)
+        what = "tokens of its vocabulary" if axis == "V" else "intermediate columns"
+        expected = f"at most {units}: the model has {measure[axis]} {what}, which are "
+        expect(size <= units, FIELD, size, expected + f"cut in blocks of {unit}")
+    columns, unit = measure["Q"] // size, column_unit(config, "Q")
+    expected = (
+        f"one that leaves each rank whole blocks of {unit} columns of its heads' "
+    )
+    expected += f"{measure['Q']}, as the weights of o_proj are stored"
+    expect(columns % unit == 0, FIELD, size, expected)
+    for ours, form in config.formats.items():
+        cut = names[ours].split == names[ours].shape.split()[-1]
+        wide = form.inputs and not form.tile[1]
+        expected = f"1, since the inputs of {ours} ({form.name}) are rounded by one "
+        expected += "scale for all columns, which several ranks would have to agree on"
+        expect(not (cut and wide), FIELD, size, expected)
+
+
+def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """``config`` of what one rank computes: fewer heads and intermediate columns.
+
+    Its vocabulary is whole. Raises ValueError as `check_shards` does.
+    """
+    check_shards(config, shard.size)
+    heads = config.num_attention_heads, config.num_key_value_heads
+    dense = config.dense_intermediate_size
+    return replace(
+        config,
+        num_attention_heads=heads[0] // shard.size,
+        num_key_value_heads=heads[1] // shard.size,
+        intermediate_size=len(inner_part(config, shard, "I")),
+        dense_intermediate_size=dense and len(inner_part(config, shard, "F")),
+    )
+
+
+def inner_part(config: ModelConfig, shard: Shard, axis: str) -> range:
+    """A rank's intermediate columns, of experts ("I") or dense networks ("F")."""
+    unit = column_unit(config, axis)
+    if config.dense_intermediate_size is None:  # both are intermediate_size
+        unit = math.lcm(column_unit(config, "I"), column_unit(config, "F"))
+    return shard.part(axes(config)[axis], unit)
+
+
+def parts_of_axes(config: ModelConfig, shard: Shard) -> dict[str, list[range]]:
+    """What a rank has of each axis; one range for each part, as q, k and v are."""
+    kv = shard.part(config.num_key_value_heads)
+    group = config.num_attention_heads // config.num_key_value_heads
+
+    def times(part: range, factor: int) -> range:
+        return range(part.start * factor, part.stop * factor)
+
+    heads = times(kv, group)
+    q, kv = times(heads, config.head_dim), times(kv, config.head_dim)
+    inner, dense = (inner_part(config, shard, axis) for axis in "IF")
+    # Rows of gate and up alternate in gpt-oss; in others all of gate come first.
+    alternate = config.activation == "clamped_swiglu"
+    return {
+        "H": [heads],
+        "Q": [q],
+        "QKV": [q, kv, kv],
+        "I": [inner],
+        "2I": [times(inner, 2)] if alternate else [inner, inner],
+        "F": [dense],
+        "2F": [dense, dense],
+        "V": [shard.vocabulary(config)],
+    }
+
+
+def narrowed(weight: Weight, axis: int, part: range) -> Weight:
+    """Rows (axis -2) or columns (-1) of a weight [..., out, in], as views.
+
+    Of an ordinary tensor any axis. Columns of packed weights are whole blocks; where
+    rows end within a tile, all tiles are cut lower, so that each row keeps its scale.
+    """
+    start, stop, size = part.start, part.stop, len(part)
+    if isinstance(weight, Tensor):
+        return weight.narrow(axis, start, size)
+    if isinstance(weight, MXFP4):
+        if axis == -1:
+            start, size = start // BLOCK, size // BLOCK
+        blocks = weight.blocks.narrow(axis - 1, start, size)
+        return MXFP4(blocks, weight.scales.narrow(axis, start, size))
+    values, (rows, columns) = weight.values.narrow(axis, start, size), weight.tile
+    scales, (height, width) = weight.scales, weight.shape[-2:]
+    if axis == -2:
+        lower = math.gcd(rows, start, 0 if stop == height else stop)
+        scales = scales.repeat_interleave(rows // lower, -2)
+        scales = scales[..., start // lower : -(-stop // lower), :]
+        return Scaled(values, scales, (lower, columns), weight.inputs)
+    if columns < width:
+        scales = scales[..., start // columns : -(-stop // columns)]
+    return Scaled(values, scales, (rows, min(columns, size)), weight.inputs)
+
+
+def side_by_side(parts: Sequence[Weight], axis: int) -> Weight:
+    """Parts of one weight, one after the other along ``axis``; copied once."""
+    if len(parts) == 1:
+        return parts[0]
+    if packed := [part for part in parts if isinstance(part, MXFP4)]:
+        blocks = torch.cat([part.blocks for part in packed], axis - 1)
+        return MXFP4(blocks, torch.cat([part.scales for part in packed], axis))
+    if scaled := [part for part in parts if isinstance(part, Scaled)]:
+        return join(scaled)
+    return torch.cat([part for part in parts if isinstance(part, Tensor)], axis)
+
+
+def compact(weight: Weight) -> Weight:
+    """A weight whose numbers lie one after the other; copied if they don't."""
+    if isinstance(weight, Tensor):
+        return weight.contiguous()
+    if isinstance(weight, MXFP4):
+        return MXFP4(weight.blocks.contiguous(), weight.scales.contiguous())
+    values, scales = weight.values.contiguous(), weight.scales.contiguous()
+    return replace(weight, values=values, scales=scales)
+
+
+class ShardedSource:
+    """A rank's part of a model: a `Source` of slices, whose ``config`` is the rank's.
+
+    Of safetensors files a rank reads its slices only. Raises ValueError as
+    `check_shards` does.
+    """
+
+    mapped = False
+
+    def __init__(self, source: Source, shard: Shard) -> None:
+        self.source, self.shard = source, shard
+        self.config = shard_config(source.config, shard)
+        self.table = tensor_names(source.config)
+        self.parts = parts_of_axes(source.config, shard)
+        self.totals = axes(source.config)
+        self.shapes = tensor_shapes(self.config)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that hold the weights of all ranks."""
+        return self.source.files
+
+    def names(self) -> list[str]:
+        """Our names of all tensors, in the model's order."""
+        return self.source.names()
+
+    def stored(self, ours: str) -> list[TensorInfo]:
+        """What is stored for the tensor that we call ``ours``, for all ranks."""
+        return self.source.stored(ours)
+
+    def __getitem__(self, ours: str) -> Weight:
+        """This rank's part of a weight; of a bias that all share, zeros but on one."""
+        split, named = self.table[ours].split, self.table[ours].shape.split()
+        if not split:
+            weight = self.source[ours]
+            if self.shard.rank and ours.endswith(PARTIAL_BIASES):
+                assert isinstance(weight, Tensor)
+                return torch.zeros_like(weight)
+            return weight
+        axis, ranges = named.index(split) - len(named), self.parts[split]
+        whole = self.totals[split]
+        starts = [0, *accumulate(self.totals[n] for n in PARTS_OF.get(split, ()))]
+        cuts = []
+        for number, part in enumerate(self.stored_parts(ours)):
+            if part.shape[axis] == whole:  # several parts in one
+                places = zip(starts, ranges, strict=False)
+                moved = [range(s + r.start, s + r.stop) for s, r in places]
+            else:
+                moved = [ranges[number % len(ranges)]]
+            pieces = [narrowed(part, axis, one) for one in moved]
+            cuts.append(compact(side_by_side(pieces, axis)))
+        if len(cuts) == 1:
+            return cuts[0]
+        shape = self.shapes[ours]
+        coded = [cut for cut in cuts if not isinstance(cut, Tensor)]
+        if coded:
+            return in_one(coded, shape)
+        return torch.cat([cut for cut in cuts if isinstance(cut, Tensor)]).view(shape)
+
+    def stored_parts(self, ours: str) -> Sequence[Weight]:
+        """The parts of a weight that lie apart, if they can be had so."""
+        if isinstance(self.source, Checkpoint):
+            return self.source.parts(ours)
+        return [self.source[ours]]

@@ -1,0 +1,234 @@
+"""The operations of one rank of several, each with its shard of the weights.
+
+`reduce` adds up what row-parallel weights give. Each rank has the logits of its own
+part of the vocabulary, and nobody gathers them: the likeliest token is the largest of
+int64 keys, of a value and a token, and the filters add up tallies, which are integers.
+So the token is the one that a single rank would choose from the same logits, and all
+ranks know it.
+
+T packed tokens, S rows of logits, V vocabulary, W of its tokens on this rank, R ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simplellm.base.noise import gumbel_noise
+from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.model.ops import Ops
+from simplellm.sampling.filters import LAST, STEPS, WEIGHT, Filters
+from simplellm.sampling.penalties import TokenCounts
+
+BIN_BITS = 12  # a depth's 24 bits are found in two rounds of so many
+LARGEST_TOKEN = 2**31 - 1
+
+
+class Group:
+    """The ranks that compute together, as ``rank`` of ``size`` sees them.
+
+    They find each other by a file in ``folder``, within ``timeout`` seconds, and talk
+    over the loopback interface by gloo. A collective whose other ranks do not come
+    within ``timeout``, or have ended, raises RuntimeError. All methods give each rank
+    the same bits; tensors may be changed in place.
+    """
+
+    def __init__(self, folder: str, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size = rank, size
+        # No default group of the process: it may have several models.
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=timeout)
+        store = dist.FileStore(f"{folder}/ranks", size)
+        store.set_timeout(timedelta(seconds=timeout))
+        self.gloo: Any = gloo(store, rank, size, options)
+
+    def _reduce(self, x: Tensor, how: Any) -> Tensor:
+        options = dist.AllreduceOptions()
+        options.reduceOp = how
+        x = x.contiguous()
+        self.gloo.allreduce([x], options).wait()
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x``, in its dtype; of short floats in float32."""
+        short = x.is_floating_point() and x.element_size() < 4
+        total = self._reduce(x.float() if short else x, dist.ReduceOp.SUM)
+        return total.to(x.dtype)
+
+    def max(self, x: Tensor) -> Tensor:
+        """The greatest of all ranks' ``x``, number by number."""
+        return self._reduce(x, dist.ReduceOp.MAX)
+
+    def min(self, x: Tensor) -> Tensor:
+        """The least of all ranks' ``x``, number by number."""
+        return self._reduce(x, dist.ReduceOp.MIN)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' ``x``, of one shape: [R, ...]."""
+        each = [torch.empty_like(x) for _ in range(self.size)]
+        self.gloo.allgather([each], [x.contiguous()]).wait()
+        return torch.stack(each)
+
+    def broadcast(self, x: Tensor) -> None:
+        """Write the first rank's ``x`` to that of the others."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self.gloo.broadcast([x], options).wait()
+
+
+def pack_keys(values: Tensor, tokens: Tensor) -> Tensor:
+    """int64 keys that sort as (value, then lower token first); NaN above all numbers.
+
+    ``values`` are float32, ``tokens`` int64. As in `kernels/argmax_keys.py`.
+    """
+    bits = (values + 0.0).view(torch.int32).long()  # -0 ties with 0
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = torch.where(values.isnan(), 0x7FFFFFFF, bits)
+    return (bits << 32) | (LARGEST_TOKEN - tokens)
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The operations that look at the vocabulary, of which a rank has ``tokens``.
+
+    Rows of logits are [S, W], token ids count in all of the vocabulary.
+    """
+
+    ops: Ops  # those of a rank alone
+    group: Group
+    tokens: range
+    vocab_size: int
+
+    def embed(self, tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+        """`embed` of ``table`` [W, hidden]: each row is looked up on one rank."""
+        ids = torch.where(tokens < 0, previous[(-1 - tokens).clamp(min=0)], tokens)
+        places, inside = self._places(ids)
+        x = self.ops.embed(places.int(), previous, table)
+        return self.group.sum(x.masked_fill(~inside[:, None], 0))
+
+    def head(self, hidden: Tensor, weight: Weight, logits: Tensor) -> Tensor:
+        """`head`: fills this rank's ``logits`` [S, W]; the likeliest of all tokens."""
+        return self._largest(logits, self.ops.head(hidden, weight, logits))
+
+    def argmax(self, values: Tensor) -> Tensor:
+        """The token of the greatest number of each row, int32 [S], of all ranks'."""
+        return self._largest(values, values.argmax(-1))
+
+    def draw(
+        self,
+        logits: Tensor,
+        best: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        steps: Tensor,
+        filters: Filters | None = None,
+    ) -> Tensor:
+        """`draw`, with the same noise for each token as on one rank."""
+        scores = logits - self.group.max(self._of_tokens(logits, best))
+        scores = scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        if filters is not None:
+            scores = self.filtered(scores, filters)
+        noise = gumbel_noise(seeds, steps, logits.shape[1], self.tokens.start)
+        return torch.where(temperature > 0, self.argmax(scores + noise), best)
+
+    def filtered(self, scores: Tensor, filters: Filters) -> Tensor:
+        """`filter_tokens` of scores [S, W] that are 0 at the best token of all."""
+        top_k, top_p, min_p, *_ = filters
+        depths = ((0 - scores).clamp(0, LAST / STEPS) * STEPS).int()
+        keep = scores >= min_p.log()
+        if filters.some_top_k:
+            ones = torch.ones_like(depths, dtype=torch.int64)
+            keep &= depths <= self._reach(depths, ones, lambda total: top_k.double())
+        if filters.some_top_p:
+            weights = (scores.exp() * WEIGHT).long() * keep
+            last = self._reach(depths, weights, lambda total: top_p.double() * total)
+            keep &= (depths <= last) | (top_p >= 1)
+        return scores.masked_fill(~keep, -torch.inf)
+
+    def _reach(
+        self, depths: Tensor, weights: Tensor, needed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The least depth, int64 [S, 1], down to which the weights are enough.
+
+        ``needed`` of their total, float64 [S, 1]. Found in two rounds: in which of
+        4,096 bins, and where in that.
+        """
+        bins = (depths >> BIN_BITS).long()
+        sums = self._tally(bins, weights)
+        enough = needed(sums[:, -1:].double())
+        chosen = self._first(sums.double() >= enough)
+        before = sums.gather(1, (chosen - 1).clamp(min=0)) * (chosen > 0)
+        inside = weights * (bins == chosen)
+        sums = before + self._tally((depths & (2**BIN_BITS - 1)).long(), inside)
+        return (chosen << BIN_BITS) | self._first(sums.double() >= enough)
+
+    def _tally(self, bins: Tensor, weights: Tensor) -> Tensor:
+        """What all ranks' weights in a bin and those before it add up to."""
+        tallies = weights.new_zeros(len(bins), 2**BIN_BITS)
+        return self.group.sum(tallies.scatter_add_(1, bins, weights)).cumsum(1)
+
+    def _first(self, enough: Tensor) -> Tensor:
+        return enough.int().argmax(1, keepdim=True)
+
+    def score(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
+        """`score` of logits [S, W]; of the likeliest, each rank offers its own."""
+        top = self.group.max(logits.amax(-1, keepdim=True))
+        total = self.group.sum((logits - top).exp().sum(-1, keepdim=True))
+        logprobs = logits - top - total.log()
+        picked = self.group.max(self._of_tokens(logprobs, tokens))
+        ranks = 1 + self.group.sum((logprobs > picked).sum(-1))
+        count = min(count, self.vocab_size)
+        own = logprobs.topk(min(count, len(self.tokens)), dim=-1)
+        values = logprobs.new_full((len(logits), count), -torch.inf)
+        ids = torch.zeros_like(values, dtype=torch.int64)
+        values[:, : own.values.shape[1]] = own.values
+        ids[:, : own.values.shape[1]] = own.indices + self.tokens.start
+        if count > 0:
+            values, ids = (self.group.gather(x).movedim(0, 1) for x in (values, ids))
+        best = values.flatten(1).topk(count, dim=-1)
+        return picked[:, 0], ranks, ids.flatten(1).gather(1, best.indices), best.values
+
+    def penalize(self, counts: TokenCounts, logits: Tensor) -> Tensor:
+        """`penalize`, by this rank's columns of ``counts``."""
+        return self.ops.penalize(counts.of_tokens(self.tokens), logits)
+
+    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Where tokens are on this rank, int64, and whether: 0 for those elsewhere."""
+        places = ids.long() - self.tokens.start
+        inside = (places >= 0) & (places < len(self.tokens))
+        return torch.where(inside, places, 0), inside
+
+    def _of_tokens(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """The number [S, 1] of a token of each row, -inf if another rank has it."""
+        places, inside = self._places(tokens)
+        return values.gather(1, places[:, None]).masked_fill(
+            ~inside[:, None], -torch.inf
+        )
+
+    def _largest(self, values: Tensor, places: Tensor) -> Tensor:
+        """The token, int32 [S], of the greatest of all ranks' numbers at ``places``."""
+        places = places.long()
+        numbers = values.gather(1, places[:, None])[:, 0]
+        keys = self.group.max(pack_keys(numbers, places + self.tokens.start))
+        return (LARGEST_TOKEN - (keys & LARGEST_TOKEN)).int()
+
+
+def parallel(ops: Ops, group: Group, tokens: range, vocab_size: int) -> Ops:
+    """The table ``ops`` for a rank that has these ``tokens`` of the vocabulary."""
+    shard = VocabularyShard(ops, group, tokens, vocab_size)
+    return replace(
+        ops,
+        reduce=group.sum,
+        embed=shard.embed,
+        head=shard.head,
+        argmax=shard.argmax,
+        draw=shard.draw,
+        score=shard.score,
+        penalize=shard.penalize,
+    )
