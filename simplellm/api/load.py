@@ -17,7 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from simplellm.api.input_processor import InputProcessor, Loaded
-from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
+from simplellm.api.operations import choose_operations, fused_operations
+from simplellm.base.config import MAX_SIZE, EngineConfig, expect
 from simplellm.checkpoint.checkpoint import Upload, open_weights
 from simplellm.checkpoint.families import title
 from simplellm.checkpoint.folder import path_of
@@ -32,14 +33,13 @@ from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
 from simplellm.engine.speculation import SpeculativeScheduler, Speculator
 from simplellm.engine.step_times import time_steps
-from simplellm.engine.warmup import warm_up
 from simplellm.model.build import build, plain_norm
 from simplellm.model.kv_pool import KVPool
-from simplellm.model.machine import find_device, find_dtype, name_of, on, why_not_triton
+from simplellm.model.machine import find_device, find_dtype, name_of, on
 from simplellm.model.memory import Need, count_parameters, enough, num_pages
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN, Ops
-from simplellm.model.ops_numpy import NUMPY, is_small
+from simplellm.model.ops_numpy import NUMPY
 
 LOGGER = logging.getLogger("simplellm")
 BIG = 2**28  # parameters from which on loading shows a progress bar
@@ -68,10 +68,8 @@ def load(
         ranks = start_ranks(config, source.config, *given)
         with ranks.loading():
             engine, why, seconds = load_engine(source, config, dtype, device, ranks)
-    limit = engine.max_model_len
-    input_processor = replace(
-        input_processor, max_model_len=limit, compiler=input_processor.grammars.compile
-    )
+    limit, compiler = engine.max_model_len, input_processor.grammars.compile
+    input_processor = replace(input_processor, max_model_len=limit, compiler=compiler)
     return Loaded(engine, input_processor, why, seconds)
 
 
@@ -168,53 +166,6 @@ def read_weights(
             return send(plain_norm(weight, name, config) if exact else weight)
 
         return build(config, take, ops)
-
-
-# The operations
-
-
-def choose_operations(
-    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device
-) -> tuple[str, str]:
-    """Which operations compute, "fused", "numpy" or "plain", and a reason in words.
-
-    Raises ValueError for what ``config`` demands and this machine cannot do.
-    """
-    reason, model = why_not_triton(device, dtype), source.config
-    packed = any(form.is_mxfp4 for form in model.formats.values())
-    interleaved = model.activation == "clamped_swiglu"  # as gpt-oss's experts are
-    if config.operations == "plain":
-        reason = "operations is 'plain'"
-    elif reason is None and interleaved and not packed:
-        reason = "the experts are not packed, and the kernels read MXFP4"
-    elif reason is None and packed and not interleaved:
-        reason = f"of MXFP4 the kernels read gpt-oss alone, not {title(model)}"
-    if reason is None:
-        return "fused", "Triton kernels"
-    operations, expected = config.operations, f"'auto', since {reason}"
-    expect(operations != "fused", "operations", operations, expected)
-    expected = "False, since PyTorch computes and promises no order of sums "
-    invariant = config.batch_invariant
-    expect(not invariant, "batch_invariant", invariant, f"{expected}({reason})")
-    few = device.type == "cpu" and dtype == torch.float32 and is_small(model)
-    if few and config.operations == "auto":
-        return "numpy", f"NumPy and PyTorch, since {reason}"
-    return "plain", f"PyTorch, since {reason}"
-
-
-def fused_operations(
-    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> Ops:
-    """The Triton kernels, each of which compiles or has a plain twin in its place."""
-    from simplellm.model.kernels.fused import fused  # where Triton is
-
-    ops = fused(
-        model,
-        max_num_seqs=config.max_num_seqs,
-        device=device,
-        batch_invariant=config.batch_invariant,
-    )
-    return warm_up(ops, model, config, dtype, device)
 
 
 # The engine

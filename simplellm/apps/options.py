@@ -72,6 +72,13 @@ Drafts = Annotated[
         show_default=False,
     ),
 ]
+ParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        help="Processes that share each weight and compute each step together.",
+    ),
+]
 CacheBytes = Annotated[
     int | None,
     typer.Option(help="Bytes for keys and values.  [what the memory allows]"),

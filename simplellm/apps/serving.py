@@ -12,6 +12,7 @@ from simplellm.apps.options import (
     CacheBytes,
     Drafts,
     DType,
+    ParallelSize,
     Speculative,
     Where,
     Yes,
@@ -136,6 +137,7 @@ def serve_model(
     max_model_len: Length = None,
     speculative: Speculative = None,
     num_speculative_tokens: Drafts = None,
+    tensor_parallel_size: ParallelSize = 1,
     replicas: Engines = None,
     watchdog_timeout: Watchdog = WATCHDOG_TIMEOUT,
     strict: Strict = False,
@@ -149,14 +151,15 @@ def serve_model(
     """
     sizes: Any = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     sizes |= {"num_speculative_tokens": num_speculative_tokens}
-    config = EngineConfig(**sizes, cache_bytes=cache_bytes, speculative=speculative)
+    sizes |= {"tensor_parallel_size": tensor_parallel_size, "cache_bytes": cache_bytes}
+    config = EngineConfig(**sizes, speculative=speculative)
     check_seconds(timeout, grace, watchdog_timeout)
     screen = Screen()
     options = Options(
-        names=served_model_name or [served_name(model)],
-        key=api_key,
         timeout=timeout,
         grace=grace,
+        names=served_model_name or [served_name(model)],
+        key=api_key,
         log_level=log_level,
         access_log=access_log,
         strict=strict,

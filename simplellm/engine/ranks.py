@@ -225,7 +225,7 @@ class Leader(TensorParallel):
         copies: Sequence[tuple[int, int]],
         targets: Sequence[PromptTargets],
     ) -> None:
-        scored = [(row, wanted) for row, _, wanted in targets]
+        scored = [(target.row, target.most) for target in targets]
         step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
         self._tell("forward", [flat, *(t.tokens for t in targets)], **step)
 
@@ -324,7 +324,10 @@ class Follower(TensorParallel):
             if message["call"] == "forward":
                 flat, *tokens = (tensor for tensor in tensors if tensor is not None)
                 scored = zip(tokens, message["scored"], strict=True)
-                targets = [PromptTargets(row, t, wanted) for t, (row, wanted) in scored]
+                targets = [
+                    PromptTargets(None, 0, row, ids, most)
+                    for ids, (row, most) in scored
+                ]
                 runner.pool.copy(message["copies"])
                 runner.compute(flat, message["shape"], count, targets)
                 continue

@@ -186,13 +186,10 @@ class Runner:
         staging = self.staging[self.buffer_index]
         self._fill(self.view(staging.numpy(), *shape), scheduled, decodes)
         flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
-        scored = prompt_targets(scheduled, self.device)
-        targets = [target for *_, target in scored]
+        targets = prompt_targets(scheduled, self.device)
         self.ranks.forward(flat, shape, len(sampling), copies, targets)
         self.previous = {r.request_id: row for row, r in enumerate(sampling)}
-        scores = self.compute(flat, shape, len(sampling), targets, graph)
-        found = zip(scored, scores, strict=True)
-        self.scores = [PromptScores(r, first, x) for (r, first, _), x in found]
+        self.scores = self.compute(flat, shape, len(sampling), targets, graph)
 
     def compute(
         self,
@@ -201,11 +198,8 @@ class Runner:
         count: int,
         targets: Sequence[PromptTargets],
         graph: Captured | None = None,
-    ) -> list[list[Tensor]]:
-        """A rank's part of a step ``flat``, with ``count`` samples; scores ``targets``.
-
-        ``shape`` is that of `view`.
-        """
+    ) -> list[PromptScores]:
+        """A rank's part in a step ``flat``, of a ``shape`` as in `view`."""
         self.inputs[: len(flat)].copy_(flat, non_blocking=True)
         batch, hidden = self.view(self.inputs, *shape), self.hidden
         if graph is not None:

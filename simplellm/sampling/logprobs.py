@@ -4,7 +4,7 @@ N rows, M alternatives of each, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,15 +31,17 @@ def score(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
 class PromptScores(NamedTuple):
     """What a step found out about a part of a prompt."""
 
-    request: Request
-    first: int  # the place of its first token
+    request: Any
+    first: int
     scores: Sequence[Tensor]  # the results of `score`
 
 
 class PromptTargets(NamedTuple):
     """The tokens of a prompt that come next after some rows of a step."""
 
-    row: int  # the first of these
+    request: Any  # a Request; None where these are not known, on other ranks
+    first: int  # the place of its first token
+    row: int  # the first of the rows
     tokens: Tensor  # int64 [N]
     most: int  # alternatives that are wanted
 
@@ -50,8 +52,8 @@ Score = Callable[[Tensor, Tensor, int], tuple[Tensor, ...]]  # `score`
 
 def prompt_targets(
     scheduled: Iterable[tuple[Request, int, int, bool]], device: torch.device
-) -> list[tuple[Request, int, PromptTargets]]:
-    """What to score of the prompts in a step: whose, and from which place on.
+) -> list[PromptTargets]:
+    """What to score of the prompts in a step.
 
     A request whose ``prompt_logprobs`` is None wants none, or has got them.
     """
@@ -61,7 +63,7 @@ def prompt_targets(
         stop = min(start + length, request.num_prompt - 1)
         if request.prompt_logprobs is not None and count is not None and start < stop:
             tokens = upload(request.tokens[start + 1 : stop + 1], torch.int64, device)
-            parts.append((request, start + 1, PromptTargets(row, tokens, count)))
+            parts.append(PromptTargets(request, start + 1, row, tokens, count))
         row += length
     return parts
 
@@ -72,18 +74,18 @@ def score_prompts(
     head: Head,
     logits: Tensor,
     score: Score = score,
-) -> list[list[Tensor]]:
+) -> list[PromptScores]:
     """Score the ``targets`` of a step's ``hidden`` [T, hidden].
 
     ``head`` never computes a whole prompt: at most ROWS rows, and no more than
     ``logits`` has.
     """
-    return [
-        score_rows(
-            hidden[row : row + len(tokens)], tokens, count, head, logits[:ROWS], score
-        )
-        for row, tokens, count in targets
-    ]
+    parts, logits = [], logits[:ROWS]
+    for request, first, row, tokens, most in targets:
+        rows = hidden[row : row + len(tokens)]
+        scores = score_rows(rows, tokens, most, head, logits, score)
+        parts.append(PromptScores(request, first, scores))
+    return parts
 
 
 def score_rows(

@@ -1,0 +1,58 @@
+"""Which operations compute a model on this machine, and why.
+
+`PLAIN`, `NUMPY` or the Triton kernels; the choice is made while loading, once.
+"""
+
+import torch
+
+from simplellm.base.config import EngineConfig, ModelConfig, expect
+from simplellm.checkpoint.families import title
+from simplellm.checkpoint.source import Source
+from simplellm.engine.warmup import warm_up
+from simplellm.model.machine import why_not_triton
+from simplellm.model.ops import Ops
+from simplellm.model.ops_numpy import is_small
+
+
+def choose_operations(
+    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device
+) -> tuple[str, str]:
+    """Which operations compute, "fused", "numpy" or "plain", and a reason in words.
+
+    Raises ValueError for what ``config`` demands and this machine cannot do.
+    """
+    reason, model = why_not_triton(device, dtype), source.config
+    packed = any(form.is_mxfp4 for form in model.formats.values())
+    interleaved = model.activation == "clamped_swiglu"  # as gpt-oss's experts are
+    if config.operations == "plain":
+        reason = "operations is 'plain'"
+    elif reason is None and interleaved and not packed:
+        reason = "the experts are not packed, and the kernels read MXFP4"
+    elif reason is None and packed and not interleaved:
+        reason = f"of MXFP4 the kernels read gpt-oss alone, not {title(model)}"
+    if reason is None:
+        return "fused", "Triton kernels"
+    operations, expected = config.operations, f"'auto', since {reason}"
+    expect(operations != "fused", "operations", operations, expected)
+    expected = "False, since PyTorch computes and promises no order of sums "
+    invariant = config.batch_invariant
+    expect(not invariant, "batch_invariant", invariant, f"{expected}({reason})")
+    few = device.type == "cpu" and dtype == torch.float32 and is_small(model)
+    if few and config.operations == "auto":
+        return "numpy", f"NumPy and PyTorch, since {reason}"
+    return "plain", f"PyTorch, since {reason}"
+
+
+def fused_operations(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Ops:
+    """The Triton kernels, each of which compiles or has a plain twin in its place."""
+    from simplellm.model.kernels.fused import fused  # where Triton is
+
+    ops = fused(
+        model,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        batch_invariant=config.batch_invariant,
+    )
+    return warm_up(ops, model, config, dtype, device)
