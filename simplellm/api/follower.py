@@ -38,8 +38,8 @@ def follow(
     torch.set_num_threads(threads)
     ranks = Follower(link, folder, rank, size)
     kind, where = getattr(torch, dtype), torch.device(device)
-    source = open_weights(path, kind, where, random_weights, seed)
     try:
+        source = open_weights(path, kind, where, random_weights, seed)
         engine, *_ = load_engine(source, EngineConfig(**config), kind, where, ranks)
     except Exception as error:
         link.send({"failed": repr(error)})

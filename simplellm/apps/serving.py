@@ -154,18 +154,16 @@ def serve_model(
     sizes |= {"tensor_parallel_size": tensor_parallel_size, "cache_bytes": cache_bytes}
     config = EngineConfig(**sizes, speculative=speculative)
     check_seconds(timeout, grace, watchdog_timeout)
-    screen = Screen()
+    same: Any = {"timeout": timeout, "grace": grace, "log_level": log_level}
     options = Options(
-        timeout=timeout,
-        grace=grace,
+        **same,
         names=served_model_name or [served_name(model)],
         key=api_key,
-        log_level=log_level,
         access_log=access_log,
         strict=strict,
         allowed_origins=allowed_origins or (),
     )
-    bring(model, yes, screen)
+    bring(model, yes, screen := Screen())
     with closing(bind(host, port)) as bound:
         try:
             with screen.waiting("Starting PyTorch"):

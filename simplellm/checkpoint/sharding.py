@@ -25,7 +25,7 @@ from simplellm.checkpoint.scaled import Scaled, join
 from simplellm.checkpoint.source import Source, TensorInfo
 from simplellm.checkpoint.stored import in_one
 
-FIELD = "tensor_parallel_size"
+OPTION = "tensor_parallel_size"
 MASK_BITS = 32  # tokens of a vocabulary that share a word of a mask
 # Biases of row-parallel weights: the sum over all ranks gets them from the first.
 PARTIAL_BIASES = (".attn.o.bias", ".down.bias", ".down_bias")
@@ -63,26 +63,26 @@ def check_shards(config: ModelConfig, size: int) -> None:
     """Raise ValueError, which says why, for a model that is not cut in ``size``."""
     heads = config.num_key_value_heads
     expected = f"a divisor of the model's {heads} KV heads (num_key_value_heads)"
-    expect(heads % size == 0, FIELD, size, expected)
+    expect(heads % size == 0, OPTION, size, expected)
     measure, names = axes(config), tensor_names(config)
     for axis in {name.split for name in names.values()} & {"I", "F", "V"}:
         unit = MASK_BITS if axis == "V" else column_unit(config, axis)
         units = -(-measure[axis] // unit)
         what = "tokens of its vocabulary" if axis == "V" else "intermediate columns"
         expected = f"at most {units}: the model has {measure[axis]} {what}, which are "
-        expect(size <= units, FIELD, size, expected + f"cut in blocks of {unit}")
+        expect(size <= units, OPTION, size, expected + f"cut in blocks of {unit}")
     columns, unit = measure["Q"] // size, column_unit(config, "Q")
     expected = (
         f"one that leaves each rank whole blocks of {unit} columns of its heads' "
     )
     expected += f"{measure['Q']}, as the weights of o_proj are stored"
-    expect(columns % unit == 0, FIELD, size, expected)
+    expect(columns % unit == 0, OPTION, size, expected)
     for ours, form in config.formats.items():
         cut = names[ours].split == names[ours].shape.split()[-1]
         wide = form.inputs and not form.tile[1]
         expected = f"1, since the inputs of {ours} ({form.name}) are rounded by one "
         expected += "scale for all columns, which several ranks would have to agree on"
-        expect(not (cut and wide), FIELD, size, expected)
+        expect(not (cut and wide), OPTION, size, expected)
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:

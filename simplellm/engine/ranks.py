@@ -29,7 +29,7 @@ from torch import Tensor
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError
-from simplellm.checkpoint.sharding import FIELD, Shard, ShardedSource, check_shards
+from simplellm.checkpoint.sharding import OPTION, Shard, ShardedSource, check_shards
 from simplellm.checkpoint.source import Source
 from simplellm.engine.sampler import SamplingTensors
 from simplellm.model.ops import Ops
@@ -393,8 +393,9 @@ def start_ranks(
     if size == 1:
         return ALONE
     check_shards(model, size)
-    expect(device.type == "cpu", FIELD, size, "1 on a GPU: ranks talk by gloo only yet")
-    expected = f"None with {FIELD} {size}, whose drafts are not checked yet"
+    expected = "1 on a GPU: several run on a CPU only yet"
+    expect(device.type == "cpu", OPTION, size, expected)
+    expected = f"None with {OPTION} {size}, whose drafts are not checked yet"
     expect(config.speculative is None, "speculative", config.speculative, expected)
     options = {
         "path": None if path is None else os.fspath(path),

@@ -1,0 +1,433 @@
+"""Several ranks answer as one does, and none outlives the others.
+
+Ranks are threads where only the model computes, and processes where an engine does.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import TINY
+from families import CASES, write
+from models import SMALL
+from torch import Tensor
+
+from simplellm import LLM, EngineConfig
+from simplellm.api.load import read_weights
+from simplellm.base.request import EngineError
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.checkpoint.checkpoint import RandomCheckpoint, open_weights
+from simplellm.checkpoint.families import family_config
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
+from simplellm.checkpoint.sharding import Shard, ShardedSource, check_shards
+from simplellm.checkpoint.source import Source
+from simplellm.engine import ranks as ranks_module
+from simplellm.engine.ranks import Leader
+from simplellm.model.model import Model
+from simplellm.model.ops import PLAIN, Ops
+from simplellm.model.ops_numpy import NUMPY
+from simplellm.model.parallel import Group, VocabularyShard, parallel
+from simplellm.sampling.filters import Filters
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+CPU = torch.device("cpu")
+PATIENCE = 60.0  # seconds that a rank of a test may be behind
+IDS = torch.randint(97, (40,), generator=torch.Generator().manual_seed(5))
+MAIN = {  # each has something of its own that is cut
+    "Llama biases", "Llama tied", "Qwen3", "Mixtral", "Qwen3-MoE unnormed", "Gemma3",
+    "GPT2",
+}  # fmt: skip
+
+
+def together(folder: Path, size: int, compute: Callable[[Group], Any]) -> list[Any]:
+    """What ``compute`` returns on each of ``size`` ranks, which are threads."""
+    folder.mkdir(exist_ok=True)
+
+    def rank(number: int) -> Any:
+        with torch.inference_mode():
+            return compute(Group(str(folder), number, size, PATIENCE))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
+
+
+def shard_of(source: Source, group: Group, ops: Ops = PLAIN) -> Model:
+    """A rank's part of a model in float32."""
+    shard, config = Shard(group.rank, group.size), source.config
+    table = parallel(ops, group, shard.vocabulary(config), config.vocab_size)
+    return read_weights(ShardedSource(source, shard), torch.float32, CPU, table)
+
+
+def compare(source: Source, folder: Path, size: int, ops: Ops = PLAIN) -> None:
+    """The ranks' logits are those of one rank, and their tokens are the same bits."""
+
+    def compute(group: Group) -> tuple[Tensor, Tensor]:
+        model = shard_of(source, group, ops)
+        logits = model.logits(IDS)
+        return logits, model.ops.argmax(logits)
+
+    found = together(folder, size, compute)
+    expected = read_weights(source, torch.float32, CPU, ops).logits(IDS)
+    logits = torch.cat([part for part, _ in found], dim=-1)
+    error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < 1e-5
+    for _, best in found:
+        assert best.equal(logits.argmax(-1).int())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in MAIN else [pytest.mark.exhaustive])
+        for name in CASES
+    ],
+)
+def test_families(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", CASES[name]().build())
+    compare(open_weights(folder, torch.float32, CPU, False, None), tmp_path / "g", 2)
+
+
+def test_uneven_parts(tmp_path: Path) -> None:
+    """80 columns and 101 tokens, in three."""
+    folder = write(tmp_path / "model", CASES["GPT2"]().build())
+    compare(open_weights(folder, torch.float32, CPU, False, None), tmp_path / "g", 3)
+
+
+FOUR = replace(
+    TINY, num_attention_heads=8, num_key_value_heads=4, intermediate_size=160
+)
+
+
+@pytest.mark.parametrize(("size", "ops"), [(2, PLAIN), (4, NUMPY)], ids=["2", "4"])
+def test_gpt_oss(size: int, ops: Ops, tmp_path: Path) -> None:
+    """Five blocks of packed experts, among two and four."""
+    source = RandomCheckpoint(FOUR, dtype=torch.float32)
+    compare(source, tmp_path / "g", size, ops)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 101,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def compressed(inputs: Any = None, **weights: Any) -> dict[str, Any]:
+    """What llm-compressor says of all its linear layers."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    form = "mxfp4-pack-quantized" if weights["num_bits"] == 4 else "int-quantized"
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+
+
+@pytest.mark.parametrize("quantization", [FP8, compressed(**INT8)], ids=["fp8", "int8"])
+def test_formats(quantization: dict[str, Any], tmp_path: Path) -> None:
+    """Tiles of 128 rows, which KV heads of 64 part; and one scale for a row."""
+    config = family_config(LLAMA | {"quantization_config": quantization})
+    compare(RandomCheckpoint(config, dtype=torch.float32), tmp_path / "g", 2)
+
+
+def test_ranks_hold_each_number_once(tmp_path: Path) -> None:
+    source = RandomCheckpoint(FOUR, dtype=torch.float32)
+    shards = [ShardedSource(source, Shard(rank, 4)) for rank in range(4)]
+    for ours, name in shards[0].table.items():
+        sizes = [shard[ours].nbytes for shard in shards]
+        whole = source[ours].nbytes
+        assert sum(sizes) == whole if name.split else sizes == [whole] * 4
+
+
+# What can't be shared out is refused.
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "message"),
+    [
+        (GPT_OSS_120B, 3, "tensor_parallel_size is 3; expected a divisor of .* 8 KV"),
+        (TINY, 2, None),
+        (replace(TINY, intermediate_size=32), 2, "at most 1: the model has 32 interm"),
+        (replace(TINY, vocab_size=20), 2, "at most 1: the model has 20 tokens"),
+        (
+            family_config(LLAMA | {"head_dim": 32, "quantization_config": FP8}),
+            *(2, "whole blocks of 128 columns"),
+        ),
+        (
+            family_config(
+                LLAMA
+                | {
+                    "quantization_config": compressed(
+                        {**INT8, "strategy": "token", "dynamic": True}, **INT8
+                    )
+                }
+            ),
+            *(2, r"inputs of layers.0.attn.o.weight \(INT8\) are rounded by one scale"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(config, size: int, message: str | None) -> None:
+    check_shards(GPT_OSS_120B, 8)
+    if message is None:
+        check_shards(config, size)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_shards(config, size)
+
+
+def test_an_llm_refuses_before_it_starts_a_process(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"is 3; expected a divisor of .* 2 KV heads"):
+        LLM(folder, device="cpu", tensor_parallel_size=3)
+    with pytest.raises(ValueError, match="speculative is 'suffix'; expected None with"):
+        LLM(folder, device="cpu", tensor_parallel_size=2, speculative="suffix")
+
+
+# Sampling over shards of the vocabulary, from the same logits.
+
+
+def random_logits(rows: int, vocab_size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(rows, vocab_size, generator=generator) * 3
+    return (logits * 8).round() / 8  # with ties
+
+
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.5, top_k=5),
+    SamplingParams(temperature=1.0, top_p=0.6),
+    SamplingParams(temperature=2.0, min_p=0.1),
+    SamplingParams(temperature=1.2, top_k=50, top_p=0.9, min_p=0.02),
+    SamplingParams(temperature=3.0, top_k=1),
+    SamplingParams(temperature=3.0, top_p=0.01),
+]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_draws_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
+    draws, vocab_size = 40, 333
+    params = PARAMS * draws
+    logits = random_logits(len(PARAMS), vocab_size).repeat(draws, 1)
+    temperature = torch.tensor([p.temperature for p in params])
+    seeds = torch.arange(len(params)) - 100
+    steps = torch.arange(len(params)) % 7
+    filters = Filters.of(params, vocab_size, CPU)
+    columns = temperature, seeds, steps, filters
+
+    def compute(group: Group) -> tuple[Tensor, ...]:
+        part = Shard(group.rank, size).part(vocab_size, 32)
+        shard = VocabularyShard(PLAIN, group, part, vocab_size)
+        own = logits[:, part.start : part.stop].contiguous()
+        best = shard.argmax(own)
+        tokens = shard.draw(own, best, *columns)
+        return best, tokens, *shard.score(own, tokens, 3)
+
+    best = logits.argmax(-1).int()
+    tokens = PLAIN.draw(logits, best, *columns)
+    logprobs, ranks, _, likeliest = PLAIN.score(logits, tokens, 3)
+    for found in together(tmp_path / "g", size, compute):
+        assert found[0].equal(best)
+        assert found[1].equal(tokens)
+        torch.testing.assert_close(found[2], logprobs)
+        assert found[3].equal(ranks)
+        torch.testing.assert_close(found[5], likeliest)
+        chosen = logits.log_softmax(-1).gather(1, found[4])
+        torch.testing.assert_close(chosen, likeliest)
+    assert len(set(tokens.tolist())) > 30
+
+
+def test_numbers_that_are_none_win_as_on_one_rank(tmp_path: Path) -> None:
+    logits = torch.tensor([[-0.0, 0.0] * 48, [-torch.inf] * 95 + [-3.0], [1.0] * 96])
+    logits[2, 70] = torch.nan
+
+    def compute(group: Group) -> Tensor:
+        part = Shard(group.rank, 3).part(96, 32)
+        shard = VocabularyShard(PLAIN, group, part, 96)
+        return shard.argmax(logits[:, part.start : part.stop])
+
+    for found in together(tmp_path / "g", 3, compute):
+        assert found.tolist() == logits.argmax(-1).tolist() == [0, 95, 70]
+
+
+# Engines, each rank a process.
+
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"seed": 1},
+    {"seed": 2, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
+    {"seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"temperature": 0, "frequency_penalty": 1.5, "logit_bias": {5: 2.0, 1000: 4.0}},
+    {"seed": 4, "allowed_token_ids": [3, 70, 400, 900, 1001]},
+    {"seed": 5, "n": 3},
+    {"seed": 6, "structured_outputs": {"regex": "(yes|no)+!"}, "ignore_eos": False},
+]
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Token ids of all kinds of requests at once, more than fit the cache."""
+    prompts = [[(7 * n + m) % 1000 for m in range(9 + 5 * n)] for n in range(4)]
+    futures = [
+        llm.generate(prompt, **{"max_tokens": 24, "ignore_eos": True, **asked})
+        for asked in ASKED
+        for prompt in prompts
+    ]
+    return [[one.token_ids for one in future.result()] for future in futures]
+
+
+def everything(llm: LLM) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the vocabulary, of generated tokens and the prompt's."""
+    asked = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    (output,) = llm.generate(
+        [*range(20, 60)], logprobs=-1, prompt_logprobs=5, **asked
+    ).result()
+
+    def row(entry: Any) -> list[float]:
+        return [value for _, value in sorted(entry.top)]
+
+    rows = [row(entry) for entry in output.logprobs or ()]
+    first = [row(entry) for entry in output.prompt_logprobs or () if entry]
+    return torch.tensor(rows), torch.tensor(first)
+
+
+def processes(llm: LLM) -> Sequence[subprocess.Popen[bytes]]:
+    leader = llm.engine_core.runner.ranks
+    assert isinstance(leader, Leader)
+    return leader.processes
+
+
+def few_pages() -> EngineConfig:
+    return replace(SMALL, num_pages=60)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, few_pages(), device="cpu", tensor_parallel_size=2) as llm:
+        yield llm
+
+
+def test_an_engine_answers_as_one_rank_does(folder: Path, two: LLM) -> None:
+    with LLM(folder, few_pages(), device="cpu") as llm:
+        expected, scores = answers(llm), everything(llm)
+    assert answers(two) == expected
+    for found, one in zip(everything(two), scores, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5)
+    assert scores[0].shape == (6, 1100)
+    assert two.stats().preemptions > 0
+    assert "error" not in two.stats().finished
+
+
+def test_ranks_that_wait_use_no_time(two: LLM) -> None:
+    """They are told of a step when there is one."""
+    (process,) = processes(two)
+    before = cpu_seconds(process.pid)
+    time.sleep(1.5)
+    assert cpu_seconds(process.pid) - before < 0.5
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# When a rank ends, or doesn't.
+
+
+def test_a_rank_that_dies_while_all_wait(folder: Path) -> None:
+    llm = LLM(folder, SMALL, device="cpu", tensor_parallel_size=2)
+    (process,) = processes(llm)
+    process.kill()
+    llm.engine_core.thread.join(5)
+    with pytest.raises(EngineError, match="rank 1 ended with status -9"):
+        llm.generate("x")
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "wrong"),
+    [
+        pytest.param(signal.SIGKILL, "status -9", marks=pytest.mark.exhaustive),
+        (signal.SIGSTOP, "out of step: .*[Tt]imed out"),
+    ],
+    ids=["dies", "hangs"],
+)
+def test_a_rank_that_stops_in_a_step(
+    sent: signal.Signals, wrong: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "REPLY_SECONDS", 3.0)
+    llm = LLM(folder, SMALL, device="cpu", tensor_parallel_size=2)
+    (process,) = processes(llm)
+    stream = llm.stream("x", max_tokens=500, ignore_eos=True)
+    next(stream)
+    process.send_signal(sent)
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=wrong):
+        for _ in stream:
+            pass
+    llm.close()
+    assert time.monotonic() - start < 15
+    assert process.poll() is not None
+
+
+def test_a_rank_that_cannot_load_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, since the folder that it is told of is not there."""
+    begin = Leader.__init__
+
+    def wrongly(self: Leader, size: int, options: dict[str, Any]) -> None:
+        begin(self, size, options | {"path": str(folder / "nowhere")})
+
+    monkeypatch.setattr(Leader, "__init__", wrongly)
+    with pytest.raises(EngineError, match=r"rank 1 could not load: .*does not exist"):
+        LLM(folder, SMALL, device="cpu", tensor_parallel_size=2)
+
+
+SCRIPT = """
+import sys, time
+from simplellm import LLM
+llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2)
+stream = llm.stream("x", max_tokens=4000, ignore_eos=True)
+next(stream)
+print(llm.engine_core.runner.ranks.processes[0].pid, flush=True)
+for _ in stream: pass
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=str)
+def test_no_rank_outlives_the_first(sent: signal.Signals, folder: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as first:
+        pid = int(first.stdout.readline())
+        first.send_signal(sent)
+        assert first.wait(20) != 0
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and " Z " not in stat_of(pid):
+        assert time.monotonic() < end, "a rank lives on"
+        time.sleep(0.05)
+
+
+def stat_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return " Z "
