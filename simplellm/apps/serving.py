@@ -1,6 +1,7 @@
 """The command `simplellm serve`: its options, before anything heavy is imported."""
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -154,35 +155,41 @@ def serve_model(
     sizes |= {"tensor_parallel_size": tensor_parallel_size, "cache_bytes": cache_bytes}
     config = EngineConfig(**sizes, speculative=speculative)
     check_seconds(timeout, grace, watchdog_timeout)
-    same: Any = {"timeout": timeout, "grace": grace, "log_level": log_level}
     options = Options(
-        **same,
         names=served_model_name or [served_name(model)],
         key=api_key,
+        timeout=timeout,
+        grace=grace,
+        log_level=log_level,
         access_log=access_log,
         strict=strict,
         allowed_origins=allowed_origins or (),
     )
-    bring(model, yes, screen := Screen())
+    screen = Screen()
+    bring(model, yes, screen)
+    where: Any = {"device": device, "dtype": dtype, "log_level": log_level}
     with closing(bind(host, port)) as bound:
-        try:
-            with screen.waiting("Starting PyTorch"):
-                import orjson  # noqa: F401  (which the engine's process needs too)
-
-                engine = begin(replicas, device, watchdog_timeout)
-                from simplellm.api.llm import LLM
-                from simplellm.server.remote.client import load_remote
-                from simplellm.server.serve import serve
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"{error.name} is not installed; expected what "
-                "pip install 'simplellm[serve]' brings"
-            ) from None
-        where: Any = {"device": device, "dtype": dtype, "log_level": log_level}
+        with needs_extra(), screen.waiting("Starting PyTorch"):
+            engine = begin(replicas, device, watchdog_timeout)
+            from simplellm.api.llm import LLM
+            from simplellm.server.remote.client import load_remote
+            from simplellm.server.serve import serve
         with LLM.of(load_remote(engine, model, config, **where)) as llm:
             return serve(
                 llm, options, bound, lambda line: screen.write(f"{line}\n", aside=True)
             )
+
+
+@contextmanager
+def needs_extra() -> Iterator[None]:
+    """Raise ValueError if an import misses what the extra [serve] brings."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{error.name} is not installed; expected what "
+            "pip install 'simplellm[serve]' brings"
+        ) from None
 
 
 def check_seconds(timeout: float, grace: float, watchdog_timeout: float) -> None:
@@ -196,6 +203,8 @@ def begin(
     replicas: int | None, device: str | None, watchdog_timeout: float
 ) -> "RemoteClient":
     """What will be an engine, or several as one."""
+    import orjson  # noqa: F401  (which the engine's process needs too)
+
     if replicas is None:
         process, link = spawn()  # it imports meanwhile
         from simplellm.server.remote.client import RemoteEngine
