@@ -31,8 +31,8 @@ PARTS = [
 ROWS = ["time", "you need", "you write", "it becomes"]
 COSTS = [
     "invariant",
-    "wins",
-    "loses",
+    "gains",
+    "limits",
     "measured wrongly",
     "measured here",
     "on an H200",

@@ -1,6 +1,6 @@
 """The grammar of a turn: free thoughts, then an answer or a call that fits.
 
-One grammar covers all that the model writes behind `<|start|>assistant`, headers too.
+One grammar covers all that the model writes after `<|start|>assistant`, headers too.
 So a mask need not know where reasoning ends, and no header can go wrong.
 """
 
@@ -30,7 +30,7 @@ def final_rule(name: str) -> str:
 def call_rule(function: str, name: str) -> str:
     """The rule of a call of ``function`` whose arguments are the text ``name``.
 
-    Its header names the function before the channel or behind it: gpt-oss writes both.
+    Its header names the function before the channel or after it: gpt-oss writes both.
     """
     before = json.dumps(f" to=functions.{function}")
     behind = json.dumps(f"commentary to=functions.{function}")

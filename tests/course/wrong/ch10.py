@@ -1,10 +1,9 @@
 """Wrong answers to chapter 10."""
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplellm.model.batch import Batch, KVGroup
+from simplellm.model.batch import Batch
 from wrong import wrong
 
 
@@ -123,73 +122,6 @@ class PointsElsewhere(Recording):
             several = not isinstance(out, Tensor)
             for old, fresh in zip(out, new, strict=True) if several else [(out, new)]:
                 old.set_(fresh)
-
-
-class Cut(Batch):
-    """The kept `of`, with what students change as switches."""
-
-    wrap = staticmethod(lambda view: view)
-    query_start_loc_more = 1
-    same_group = turned_tables = lengths_twice = copied_queries = False
-
-    @classmethod
-    def of(cls, flat, tokens, sequences, pages, decodes, windows, page_size):
-        place = 0
-
-        def take(*shape):
-            nonlocal place
-            count = int(torch.Size(shape).numel())
-            place += count
-            return cls.wrap(flat[place - count : place].reshape(shape))
-
-        ids, positions, lengths = take(tokens), take(tokens), take(sequences)
-        query_start_loc = take(sequences + cls.query_start_loc_more)
-        logits_indices = take(sequences)
-        groups, start = [], place
-        for window in windows:
-            place = start if cls.same_group else place
-            slots = take(tokens)
-            if cls.turned_tables:
-                tables = take(pages, sequences).T
-            else:
-                tables = take(sequences, pages)
-            shared = lengths if cls.lengths_twice else query_start_loc
-            shared = shared * 1 if cls.copied_queries else shared
-            parts = slots, tables, take(sequences), lengths, shared
-            groups.append(KVGroup(*parts, decodes, window, page_size))
-        return cls(
-            ids, positions, lengths, query_start_loc, logits_indices, tuple(groups)
-        )
-
-
-@wrong("Batch.of", "where a view was wanted")
-class Copies(Cut):
-    wrap = staticmethod(lambda view: view * 1)  # a new array, PyTorch's or NumPy's
-
-
-@wrong("Batch.of", "query_start_loc has the shape")
-class FewQueries(Cut):
-    query_start_loc_more = 0
-
-
-@wrong("Batch.of", "none overlap")
-class OneGroupTwice(Cut):
-    same_group = True
-
-
-@wrong("Batch.of", "not in rows")
-class SamplingTensors(Cut):
-    turned_tables = True
-
-
-@wrong("Batch.of", "each group's query_start_loc is")
-class LengthsAsQueries(Cut):
-    lengths_twice = True
-
-
-@wrong("Batch.of", "each group's query_start_loc is")
-class QueriesCopied(Cut):
-    copied_queries = True
 
 
 @wrong("Batch.pad", "Slot 0 is the first")
