@@ -9,7 +9,7 @@ tokens. Norms and the router are on all ranks.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +21,7 @@ from simplellm.base.config import BLOCK, ModelConfig, expect
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names, tensor_shapes
-from simplellm.checkpoint.scaled import Scaled, join
+from simplellm.checkpoint.scaled import Scaled, join, round_tiles
 from simplellm.checkpoint.source import Source, TensorInfo
 from simplellm.checkpoint.stored import in_one
 
@@ -77,12 +77,6 @@ def check_shards(config: ModelConfig, size: int) -> None:
     )
     expected += f"{measure['Q']}, as the weights of o_proj are stored"
     expect(columns % unit == 0, OPTION, size, expected)
-    for ours, form in config.formats.items():
-        cut = names[ours].split == names[ours].shape.split()[-1]
-        wide = form.inputs and not form.tile[1]
-        expected = f"1, since the inputs of {ours} ({form.name}) are rounded by one "
-        expected += "scale for all columns, which several ranks would have to agree on"
-        expect(not (cut and wide), OPTION, size, expected)
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -183,17 +177,38 @@ def compact(weight: Weight) -> Weight:
     return replace(weight, values=values, scales=scales)
 
 
+@dataclass(frozen=True, eq=False)
+class RowParallel(Scaled):
+    """Some columns of a weight whose inputs are rounded by one scale for all columns.
+
+    ``largest`` gives the greatest of what all ranks have, number by number.
+    """
+
+    largest: Callable[[Tensor], Tensor]
+
+    def round_inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`Scaled.round_inputs`, as if the columns of the other ranks were there."""
+        x = x.float()
+        # One column stands for all that decides the scale.
+        x = torch.cat([x, self.largest(x.abs().amax(-1, keepdim=True))], dim=-1)
+        tile = 1, x.shape[-1]
+        values, scales = round_tiles(x[..., None, :], tile, self.values.dtype)
+        return values.squeeze(-2)[..., :-1], scales.squeeze(-2)
+
+
 class ShardedSource:
     """A rank's part of a model: a `Source` of slices, whose ``config`` is the rank's.
 
-    Of safetensors files a rank reads its slices only. Raises ValueError as
-    `check_shards` does.
+    Of safetensors files a rank reads its slices only. ``largest`` is that of
+    `RowParallel`. Raises ValueError as `check_shards` does.
     """
 
     mapped = False
 
-    def __init__(self, source: Source, shard: Shard) -> None:
-        self.source, self.shard = source, shard
+    def __init__(
+        self, source: Source, shard: Shard, largest: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.source, self.shard, self.largest = source, shard, largest
         self.config = shard_config(source.config, shard)
         self.table = tensor_names(source.config)
         self.parts = parts_of_axes(source.config, shard)
@@ -215,6 +230,16 @@ class ShardedSource:
 
     def __getitem__(self, ours: str) -> Weight:
         """This rank's part of a weight; of a bias that all share, zeros but on one."""
+        weight, form = self._cut(ours), self.source.config.formats.get(ours)
+        name = self.table[ours]
+        if form is None or name.split != name.shape.split()[-1]:
+            return weight
+        if isinstance(weight, Scaled) and form.inputs and not form.tile[1]:
+            parts = weight.values, weight.scales, weight.tile, weight.inputs
+            return RowParallel(*parts, self.largest)
+        return weight
+
+    def _cut(self, ours: str) -> Weight:
         split, named = self.table[ours].split, self.table[ours].shape.split()
         if not split:
             weight = self.source[ours]

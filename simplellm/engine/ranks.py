@@ -114,7 +114,7 @@ class TensorParallel(Ranks):
     def shard(self, source: Source) -> Source:
         here = Shard(self.group.rank, self.group.size)
         self.tokens = here.vocabulary(source.config)
-        return ShardedSource(source, here)
+        return ShardedSource(source, here, self.group.max)
 
     def operations(self, ops: Ops, model: ModelConfig) -> Ops:
         return parallel(ops, self.group, self.tokens, model.vocab_size)
@@ -386,8 +386,8 @@ def start_ranks(
     """The ranks for ``config``, which is resolved; those beside this one are started.
 
     The other arguments are those of `load_model`, by which they load, too. Raises
-    ValueError for a model that isn't cut in so many, and for what several ranks can't
-    do yet; EngineError if one of them doesn't start.
+    ValueError for a model that isn't cut in so many, and on a GPU, where several ranks
+    can't run yet; EngineError if one of them doesn't start.
     """
     size = config.tensor_parallel_size
     if size == 1:
@@ -395,8 +395,6 @@ def start_ranks(
     check_shards(model, size)
     expected = "1 on a GPU: several run on a CPU only yet"
     expect(device.type == "cpu", OPTION, size, expected)
-    expected = f"None with {OPTION} {size}, whose drafts are not checked yet"
-    expect(config.speculative is None, "speculative", config.speculative, expected)
     options = {
         "path": None if path is None else os.fspath(path),
         "config": asdict(config),
