@@ -9,7 +9,7 @@ from problems import asked_by_bench
 
 from simplellm import LLM
 from simplellm.apps import bench_formats, cli
-from simplellm.apps.bench_formats import FORMAT_ROWS, Recoded
+from simplellm.apps.bench_formats import FORMAT_ROWS, RoundedCheckpoint
 from simplellm.apps.quantize import TARGETS, quantize_checkpoint
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.scaled import Scaled
@@ -28,14 +28,19 @@ def test_formats_are_those_that_a_checkpoint_in_them_has(tmp_path):
         if name == "fp8":  # whose joined parts share tiles, where these are not whole
             continue
         quantize_checkpoint(source, tmp_path / name, name)
-        stored, ours = Checkpoint(tmp_path / name), Recoded(Checkpoint(source), form)
+        stored, ours = (
+            Checkpoint(tmp_path / name),
+            RoundedCheckpoint(Checkpoint(source), form),
+        )
         assert ours.config.formats.keys() == stored.config.formats.keys()
         assert weight_bytes(ours.config, 4) == weight_bytes(stored.config, 4)
         for weight in stored.config.formats:
             one, two = ours[weight], stored[weight]
             pairs = zip(tensors(one), tensors(two), strict=True)
             assert all(torch.equal(*pair) for pair in pairs)
-    assert isinstance(Recoded(Checkpoint(source), TARGETS["fp8"])[weight], Scaled)
+    assert isinstance(
+        RoundedCheckpoint(Checkpoint(source), TARGETS["fp8"])[weight], Scaled
+    )
 
 
 def test_right_answers_are_counted(monkeypatch, tmp_path):

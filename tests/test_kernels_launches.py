@@ -22,10 +22,10 @@ from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.warmup import (
     DRAWS,
+    dummy_run,
+    dummy_run_experts,
+    dummy_sampler_run,
     one_of_each,
-    rehearse,
-    rehearse_draw,
-    rehearse_experts,
 )
 from simplellm.model.build import build
 from simplellm.model.kernels import decode
@@ -134,15 +134,15 @@ def rehearsed(config: ModelConfig, batch_invariant: bool) -> None:
     manager = PageManager(4, 64, window=config.windows[-1])
     runner = Runner(model, pool, manager, EngineConfig().resolved("cpu"), 4096)
     for tokens in (1, 2, 8, 64):
-        rehearse(runner, CaptureShape(tokens, tokens), ops)
+        dummy_run(runner, CaptureShape(tokens, tokens), ops)
     for tokens in (2, 64, 300, 2048):
-        rehearse(runner, CaptureShape(tokens, 0, 1), ops)
+        dummy_run(runner, CaptureShape(tokens, 0, 1), ops)
     for tokens in MIXED_SIZES:
-        rehearse(runner, CaptureShape.mixed(tokens, 64), ops)
+        dummy_run(runner, CaptureShape.mixed(tokens, 64), ops)
     for tokens in (64, 2048):
-        rehearse_experts(runner, tokens, ops)
+        dummy_run_experts(runner, tokens, ops)
     for params in DRAWS:
-        rehearse_draw(runner, params, ops)
+        dummy_sampler_run(runner, params, ops)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -19,7 +19,7 @@ from simplellm.base.request import Request
 from simplellm.engine import graphs
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import CaptureError, CaptureShape, bucket_sizes
-from simplellm.engine.warmup import rehearse
+from simplellm.engine.warmup import dummy_run
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
 
@@ -221,7 +221,7 @@ def test_a_rehearsal_changes_nothing(model: Model, right: list[list[int]]) -> No
         CaptureShape(32, 8, 8),
     ):
         seen.clear()
-        rehearse(engine.runner, shape, ops)
+        dummy_run(engine.runner, shape, ops)
         assert set(seen) == {shape.tokens}
     assert engine.runner.pool.memory.eq(7.0).all()
     assert answers(engine, PROMPTS[:3]) == right[:3]

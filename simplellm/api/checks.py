@@ -48,7 +48,10 @@ def is_several(messages: Any) -> bool:
 
 @contextmanager
 def blaming(name: str, index: int, all_of_it: bool = False) -> Iterator[None]:
-    """Has an error name its prompt or, with ``all_of_it``, what came with that."""
+    """Put ``name[index]`` in front of an error raised inside: which prompt it is of.
+
+    Only errors about prompts or messages get it or, with ``all_of_it``, all.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What users ask for is checked here, once, and becomes requests."""
+"""Checks what users ask for, once, and makes requests of it."""
 
 import logging
 import math
@@ -64,9 +64,9 @@ LIKE_CONTROL = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")  # in a prompt
 
 @dataclass(frozen=True)
 class InputProcessor:
-    """What a model and its engine accept. Whatever is refused loses nothing.
+    """Turns prompts and chats into checked `RequestSpec`s, for one model and engine.
 
-    Each prompt of a checked call becomes a `RequestSpec`. All of it raises TypeError or
+    Each prompt of a call becomes one. All of it raises TypeError or
     ValueError for what cannot run. A call of several prompts is taken whole or not at
     all; the error names the first one to blame.
     """

@@ -31,7 +31,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What the samples of a text and of a chat have in common.
+    """One output of a request, a text or a turn: its tokens, and why it ended.
 
     ``finish_reason`` is "stop" (an end-of-turn token, a stop token or a stop string),
     "length", "timeout" or "abort" (cancelled, or the LLM closed); None while it goes
@@ -109,7 +109,7 @@ class ChatOutput(ChatChoice):
 
 
 class BaseReply:
-    """What a reply knows of its request beside what the tokens say.
+    """What text and chat replies share: token ids, logprobs, times and the end.
 
     ``finish_reason`` is None until the end; what comes after it is ignored.
     """
@@ -209,14 +209,14 @@ class BaseReply:
 
 
 def kind_of(part: RequestOutput | Delta) -> object:
-    """What parts must have in common to be merged: a delta, its message."""
+    """A key that is equal for parts that may be merged: of deltas, their message."""
     if isinstance(part, RequestOutput):
         return None
     return part.channel, part.recipient, part.call
 
 
 def merge(parts: Iterable[Any]) -> list[Any]:
-    """Parts of one reply, in order: neighbors that can be one part are one."""
+    """Parts of one reply, in order, with neighbors of one kind merged."""
     groups = (list(group) for _, group in groupby(parts, key=kind_of))
     return [merged(group) if len(group) > 1 else group[0] for group in groups]
 
@@ -245,7 +245,10 @@ def is_reasoning(part: Message | Delta) -> bool:
 
 
 def with_token(deltas: list[Delta], message: Message | None, call: int) -> list[Delta]:
-    """``deltas``, the last of which can have a token of ``message``; None: of none."""
+    """``deltas`` with one at the end that a token of ``message`` can belong to.
+
+    One is added if there is none. A token of no message (None) always gets its own.
+    """
     if message is None:
         return [*deltas, Delta(None, None, "")]
     if deltas:

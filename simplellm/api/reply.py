@@ -1,4 +1,4 @@
-"""What a request's tokens say: text up to a stop string, or a turn of a chat.
+"""Replies: tokens of a request in, text up to a stop string or a chat's turn out.
 
 A reply is a state machine without threads. Events of one request go in, what each of
 them adds comes out, and `output` is all of it. Nothing is raised, whatever the tokens:

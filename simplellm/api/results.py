@@ -1,4 +1,4 @@
-"""What calls return, once their replies are done: outputs, turns of chats, usage."""
+"""What calls return once their replies are done: outputs, turns of chats, usage."""
 
 from collections.abc import Sequence
 from itertools import chain

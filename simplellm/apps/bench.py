@@ -246,7 +246,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Ground:
+class Roofline:
     """What a row is compared with: the model's sizes and the machine's speed."""
 
     model: ModelConfig
@@ -266,13 +266,13 @@ def milliseconds(times: Sequence[float], share: float) -> float:
     return math.nan if value is None else 1e3 * value
 
 
-def decode_row(case: Case, run: Trial, ground: Ground) -> dict[str, Any]:
+def decode_row(case: Case, run: Trial, roofline: Roofline) -> dict[str, Any]:
     """How fast tokens came. Speeds are those of all requests together."""
     steps = run.full_steps(case.batch)
     assert steps, f"{case.name}: no step ran all {case.batch} requests"
     # In the middle of the steps that count, which are the last ones.
     context = case.length - len(steps) // 2
-    reads, least = ground.step(case.batch, case.batch, context)
+    reads, least = roofline.step(case.batch, case.batch, context)
     taken, meter = median(steps), run.meter
     return {
         "batch": case.batch,
@@ -288,7 +288,7 @@ def decode_row(case: Case, run: Trial, ground: Ground) -> dict[str, Any]:
         "itl_p99_ms": milliseconds(meter.itl, 0.99),
         "distinct_outputs": len({tuple(output.token_ids) for output in run.outputs}),
         # Of a layer in a step, if routing is uniform.
-        "distinct_experts": distinct_experts(ground.model, case.batch),
+        "distinct_experts": distinct_experts(roofline.model, case.batch),
         "dense_bytes": reads.dense,  # that a step must read, as the next two
         "expert_bytes": reads.experts,
         "kv_bytes": reads.kv,
@@ -297,11 +297,13 @@ def decode_row(case: Case, run: Trial, ground: Ground) -> dict[str, Any]:
     }
 
 
-def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> dict[str, Any]:
+def prefill_row(
+    case: Case, runs: Sequence[Trial], roofline: Roofline
+) -> dict[str, Any]:
     """How fast prompts were computed on an idle engine, the median of some runs."""
     tokens = case.batch * case.input_len
     seconds = median(run.last_token for run in runs)
-    _, least = ground.step(tokens, case.batch)
+    _, least = roofline.step(tokens, case.batch)
     return {
         "batch": case.batch,
         "input_len": case.input_len,
@@ -314,11 +316,11 @@ def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> dict[str, 
 
 
 def check_cache(
-    room: int, ground: Ground, config: EngineConfig, cases: Sequence[Case]
+    room: int, roofline: Roofline, config: EngineConfig, cases: Sequence[Case]
 ) -> None:
     """Raise ValueError for a case that could run out of a ``room`` of bytes."""
     for case in cases:
-        need = cache_bytes(ground.model, config, ground.itemsize, case)
+        need = cache_bytes(roofline.model, config, roofline.itemsize, case)
         if need > room:
             raise ValueError(
                 f"{case.name} tokens may need {need / 1e9:.2f} GB for keys and values; "
@@ -327,7 +329,7 @@ def check_cache(
 
 
 def measure_cases(
-    bench: Bench, cases: Sequence[Case], ground: Ground
+    bench: Bench, cases: Sequence[Case], roofline: Roofline
 ) -> dict[str, list[Any]]:
     """The rows of each kind. A bar on standard error shows where it is."""
     rows: dict[str, list[Any]] = {"decode": [], "context": [], "prefill": []}
@@ -336,9 +338,9 @@ def measure_cases(
             progress.set_description(case.name)
             runs = bench.case(case)
             if case.kind == "prefill":
-                rows[case.kind].append(prefill_row(case, runs, ground))
+                rows[case.kind].append(prefill_row(case, runs, roofline))
             else:
-                rows[case.kind].append(decode_row(case, runs[0], ground))
+                rows[case.kind].append(decode_row(case, runs[0], roofline))
     return rows
 
 
@@ -367,7 +369,7 @@ def measure(
     cases = plan_cases(plan, config.max_num_batched_tokens, limit)
     config = engine_config(cases, config)
     machine = measure_machine(target, sum(weight_bytes(source.config, 4).values()))
-    ground = Ground(source.config, machine, dtype.itemsize)
+    roofline = Roofline(source.config, machine, dtype.itemsize)
     if target.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
@@ -375,9 +377,9 @@ def measure(
     with start(model, config, device=target, **options) as llm:
         seconds = time.perf_counter() - began
         room = llm.engine.runner.pool.memory.nbytes
-        check_cache(room, ground, config, cases)
+        check_cache(room, roofline, config, cases)
         bench = Bench(llm, torch.Generator().manual_seed(plan.seed))
-        rows = measure_cases(bench, cases, ground)
+        rows = measure_cases(bench, cases, roofline)
         return circumstances(model, target, command) | {
             "weights": "random" if random_weights else "checkpoint",
             "backend": llm.backend_reason,

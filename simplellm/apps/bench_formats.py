@@ -42,7 +42,7 @@ FORMAT_ROWS = {
 }
 
 
-class Recoded:
+class RoundedCheckpoint:
     """The mapping of a checkpoint, its layers' weights rounded to a ``form``."""
 
     def __init__(self, source: Source, form: NumberFormat) -> None:
@@ -122,7 +122,7 @@ def measure_formats(
     for name, form in tqdm(forms.items(), disable=None, leave=False):
         if form and not any(rounded_weights(source.config, form)):
             continue
-        one: Any = Recoded(source, form) if form else source
+        one: Any = RoundedCheckpoint(source, form) if form else source
         size = weight_bytes(one.config, dtype.itemsize)
         engine, how, seconds = load_engine(one, config, dtype, target)
         limited = replace(input_processor, max_model_len=engine.max_model_len)

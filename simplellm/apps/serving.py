@@ -202,7 +202,7 @@ def check_seconds(timeout: float, grace: float, watchdog_timeout: float) -> None
 def begin(
     replicas: int | None, device: str | None, watchdog_timeout: float
 ) -> "RemoteClient":
-    """What will be an engine, or several as one."""
+    """Start the engine's process, or one for each of several ``replicas``."""
     import orjson  # noqa: F401  (which the engine's process needs too)
 
     if replicas is None:

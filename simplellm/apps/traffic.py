@@ -139,7 +139,7 @@ async def to_url(url: str, key: str | None = None) -> AsyncIterator[Send]:
 
 
 def take_events(lines: Iterable[bytes], outcome: Outcome) -> None:
-    """Enter what those lines of a stream say that came together."""
+    """Enter into ``outcome`` what lines of a stream say that came together."""
     tokens: list[int] = []
     for line in lines:
         name, _, data = line.partition(b":")

@@ -1,4 +1,4 @@
-"""A request and guesses of its next tokens: where else a step samples for it."""
+"""Where a step samples for a request that has drafts: after each of them, too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

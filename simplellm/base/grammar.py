@@ -1,4 +1,4 @@
-"""What an output may still become: a grammar over tokens, by llguidance.
+"""Grammars over tokens, by llguidance: what an output may still become.
 
 A grammar is checked and compiled once. Each request that must follow it walks through
 it with its own tokens, and asks before each new one which it may get.

@@ -1,4 +1,4 @@
-"""A checked call: what each of its samples asks for, before any of them is there."""
+"""A checked prompt with its parameters, from which each sample's `Request` is made."""
 
 import math
 import time

@@ -59,7 +59,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def small_files(path: Path) -> SmallFiles:
-    """What says how a checkpoint's text and turns are. Raises CheckpointError."""
+    """The `SmallFiles` of a checkpoint, folder or GGUF. Raises CheckpointError."""
     return GGUFFiles(open_container(path)) if is_gguf(path) else Folder(path)
 
 

@@ -1,4 +1,4 @@
-"""What a model is loaded from, whatever its files are like."""
+"""The protocol of checkpoints: what a model is loaded from, whatever its files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

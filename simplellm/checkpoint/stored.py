@@ -1,4 +1,4 @@
-"""Weights that are no ordinary tensors: from what a checkpoint stores, and rounded."""
+"""Quantized weights (`MXFP4`, `Scaled`): made of stored tensors, or by rounding."""
 
 from collections.abc import Sequence
 

@@ -57,7 +57,7 @@ class CaptureError(RuntimeError):
 
 @cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """Where to record graphs: PyTorch's own stream is of the GPU that came first."""
+    """A stream of this GPU to record graphs on: PyTorch's own is of the first GPU."""
     return torch.cuda.Stream(device)
 
 

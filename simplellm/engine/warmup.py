@@ -32,7 +32,7 @@ DRAWS = (
 
 
 @torch.inference_mode()
-def rehearse(runner: Runner, shape: CaptureShape, ops: Ops) -> None:
+def dummy_run(runner: Runner, shape: CaptureShape, ops: Ops) -> None:
     """A step of nothing but padding, computed by ``ops``, which nobody reads.
 
     It needs the kernels of a real step of this shape. Several may be under way at once,
@@ -49,7 +49,7 @@ def rehearse(runner: Runner, shape: CaptureShape, ops: Ops) -> None:
 
 
 @torch.inference_mode()
-def rehearse_experts(runner: Runner, tokens: int, ops: Ops) -> None:
+def dummy_run_experts(runner: Runner, tokens: int, ops: Ops) -> None:
     """The experts of so many tokens of padding: no other kernels take as long."""
     model, zero = runner.model, torch.zeros(1, dtype=torch.int32, device=runner.device)
     x = runner.hidden.new_zeros(tokens, model.config.hidden_size)
@@ -58,7 +58,7 @@ def rehearse_experts(runner: Runner, tokens: int, ops: Ops) -> None:
 
 
 @torch.inference_mode()
-def rehearse_draw(runner: Runner, params: SamplingParams, ops: Ops) -> None:
+def dummy_sampler_run(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     """A token drawn with ``params``, for one row: more need no other kernels."""
     model, device = runner.model.config, runner.device
     counts = TokenCounts(model.vocab_size, device)
@@ -125,8 +125,8 @@ def warm_up(
     shapes += [CaptureShape.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
     shapes += [CaptureShape(size, size) for size in bucket_sizes(seqs)]
     steps: list[Callable[[Ops], object]] = [
-        *(partial(rehearse_experts, runner, size) for size in dict.fromkeys(prompts)),
-        *(partial(rehearse_draw, runner, params) for params in DRAWS),
-        *(partial(rehearse, runner, shape) for shape in dict.fromkeys(shapes)),
+        *(partial(dummy_run_experts, runner, size) for size in dict.fromkeys(prompts)),
+        *(partial(dummy_sampler_run, runner, params) for params in DRAWS),
+        *(partial(dummy_run, runner, shape) for shape in dict.fromkeys(shapes)),
     ]
     return compile_kernels(ops, steps, device, config.batch_invariant)

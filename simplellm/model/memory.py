@@ -225,7 +225,7 @@ def check_room(device: torch.device, nbytes: int, what: str) -> None:
 
 @contextmanager
 def enough(need: Need, device: torch.device) -> Iterator[None]:
-    """Load a model inside of this, which says what is missing if memory is.
+    """A context to load a model in: if memory is short, its error says of what.
 
     Raises torch.OutOfMemoryError (on a CPU MemoryError): before anything is loaded if
     ``need`` cannot fit, and in the place of an error like it that happens inside.

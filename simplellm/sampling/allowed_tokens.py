@@ -1,6 +1,6 @@
-"""Which tokens a request may get: the allowed ones, no bad words, no end too soon.
+"""Which tokens a request may get: allowed_token_ids, bad words, min_tokens, grammar.
 
-And what its grammar leaves. Bit v % 32 of word v // 32 allows token v. V vocabulary,
+Bit v % 32 of word v // 32 allows token v. V vocabulary,
 W = ceil(V / 32) words. All that they depend on is known without the device.
 """
 

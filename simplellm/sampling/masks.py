@@ -1,4 +1,4 @@
-"""The tokens that a step's rows may get, as masks on the device.
+"""Bitmasks on the device: which tokens each row of a step may get.
 
 V vocabulary, W = ceil(V / 32) words. allowed_tokens.py makes the bits on the host, and
 they go to the device when they change.

@@ -54,7 +54,7 @@ ROUTING = {404: "not_found", 405: "method_not_allowed"}
 
 
 class Gate:
-    """What happens to every request, whatever its path.
+    """The middleware that every request goes through, whatever its path.
 
     It gets an id, must show the key where there is one, is counted and logged, and
     whatever is raised becomes an error in the form of its endpoint. This is plain ASGI:

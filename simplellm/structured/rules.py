@@ -1,4 +1,4 @@
-"""From what users ask a text to be to rules that llguidance reads.
+"""Makes llguidance's rules of JSON schemas, regular expressions, choices, grammars.
 
 Rules are a dict, `{"json_schema": ...}` or `{"lark_grammar": ...}`. What is too large
 for llguidance, or would let the model write control tokens, is refused here; the limits

@@ -1,4 +1,4 @@
-"""What of a JSON schema llguidance can do, and in time; all else has a path.
+"""Refuses JSON schemas that llguidance can't do, or not in time, and says where.
 
 Keywords that nobody knows are annotations, as the standard has it. Some things
 llguidance takes and then does wrong; they are refused, or said in another way.

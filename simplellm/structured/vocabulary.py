@@ -1,4 +1,4 @@
-"""Grammars over the tokens of a model: what llguidance has to know of them."""
+"""A model's tokens as llguidance wants them, and the compiler of grammars over them."""
 
 import os
 import time

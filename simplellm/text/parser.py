@@ -1,4 +1,4 @@
-"""What a parser of turns has to have, whatever format it reads."""
+"""The protocol of parsers of turns, whatever format they read."""
 
 from typing import Protocol
 

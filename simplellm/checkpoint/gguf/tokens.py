@@ -18,7 +18,7 @@ SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
-class Cut(NamedTuple):
+class PreTokenizer(NamedTuple):
     """How a byte-level tokenizer cuts a text into the pieces that it merges in."""
 
     steps: Sequence[Mapping[str, Any]]  # of tokenizer.json, without the last
@@ -56,13 +56,13 @@ TEKKEN_SPLIT = rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"
 GPT4O_SPLIT = rf"{CASED[0]}{ENDINGS}?|{CASED[1]}{ENDINGS}?|\p{{N}}{{1,3}}|{PATHS}"
 # By tokenizer.ggml.pre. No steps: GPT-2's rule, which is built into the last one.
 CUTS = {
-    "gpt-2": Cut(()),
-    "smollm": Cut(({"type": "Digits", "individual_digits": True},)),
-    "llama-bpe": Cut(split(LLAMA3_SPLIT), ignore_merges=True, begins=True),
-    "qwen2": Cut(split(QWEN2_SPLIT), nfc=True),
-    "deepseek-r1-qwen": Cut(split(QWEN2_SPLIT)),
-    "tekken": Cut(split(TEKKEN_SPLIT), ignore_merges=True, begins=True),
-    "gpt-4o": Cut(split(GPT4O_SPLIT)),
+    "gpt-2": PreTokenizer(()),
+    "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True},)),
+    "llama-bpe": PreTokenizer(split(LLAMA3_SPLIT), ignore_merges=True, begins=True),
+    "qwen2": PreTokenizer(split(QWEN2_SPLIT), nfc=True),
+    "deepseek-r1-qwen": PreTokenizer(split(QWEN2_SPLIT)),
+    "tekken": PreTokenizer(split(TEKKEN_SPLIT), ignore_merges=True, begins=True),
+    "gpt-4o": PreTokenizer(split(GPT4O_SPLIT)),
 }
 CUTS |= {"llama3": CUTS["llama-bpe"], "llama-v3": CUTS["llama-bpe"]}
 # Control tokens that end a turn wherever they are, as llama.cpp has it: files of one

@@ -48,7 +48,7 @@ MAX_COPIES = 2**22
 
 @dataclass
 class Reading:
-    """The reading of one body: what it needs to know, and what it leaves out."""
+    """The context in which a body is validated, and the names that it ignored."""
 
     strict: bool = False
     models: Sequence[str] = ()  # what the model goes by

@@ -454,7 +454,7 @@ async def chunks_with_retry(
 async def chunks(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     """The chunks of a body, from one engine."""
     llm = call.service.llm
-    watch = call.service.metrics.watch(answer.requests, answer.n)
+    timer = call.service.metrics.timer(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
     replies.ends = answer.stream
     request_ids = [reader.request.request_id for reader in replies.readers]
@@ -474,7 +474,7 @@ async def chunks(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
             else:
                 waiting += answer.part(index, part)
                 if answer.stream:
-                    watch.part(index)
+                    timer.part(index)
             if waiting and answer.stream:
                 if call.body.counts:
                     so_far = {"usage": usage_fields(replies.usage())}
@@ -484,7 +484,7 @@ async def chunks(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
             waiting = []
         outputs, usage = replies.outputs(), replies.usage()
         reasons = [output.finish_reason for output in outputs]
-        watch.done(outputs, usage)
+        timer.done(outputs, usage)
         call.facts |= facts_of(reasons, usage)
         if "abort" in reasons:
             raise unavailable("the server is shutting down", "shutting_down")

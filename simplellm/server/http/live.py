@@ -83,7 +83,7 @@ def first_pages(table: list[int], most: int) -> dict[str, int]:
     return pages
 
 
-class Lookout:
+class SnapshotPoller:
     """Looks at the engine for all viewers at once, and only while there are any."""
 
     def __init__(self, service: Service) -> None:
@@ -93,7 +93,7 @@ class Lookout:
         self.looked = float("-inf")  # when, by time.monotonic()
         self.lock = threading.Lock()
 
-    def look(self) -> dict[str, Any]:
+    def poll(self) -> dict[str, Any]:
         """The engine as it was at most `EVERY` seconds ago. Raises EngineError."""
         with self.lock:
             now = time.monotonic()
@@ -118,22 +118,22 @@ class Lookout:
 
 
 class View(Response):
-    """What one viewer is sent, for as long as it is there and the server isn't ending.
+    """The event stream of one viewer, until it leaves or the server ends.
 
     A viewer knows its own requests by their x-request-id, which is that of the view.
     """
 
-    def __init__(self, lookout: Lookout, call: Call) -> None:
-        self.lookout, self.call = lookout, call
+    def __init__(self, poller: SnapshotPoller, call: Call) -> None:
+        self.poller, self.call = poller, call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.lookout.viewers += 1
+        self.poller.viewers += 1
         try:
             # A viewer that doesn't read keeps nobody waiting but itself.
             with suppress(TimeoutError):
                 await while_there(receive, self.show(send))
         finally:
-            self.lookout.viewers -= 1
+            self.poller.viewers -= 1
 
     async def show(self, send: Send) -> None:
         service = self.call.service
@@ -155,7 +155,7 @@ class View(Response):
 
     def state(self) -> dict[str, Any]:
         """What is seen, with those requests marked that are this viewer's."""
-        seen = self.lookout.look()
+        seen = self.poller.poll()
         calls, own = self.call.service.calls, self.call.id
 
         def marked(request: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def live_endpoints(service: Service) -> list[Endpoint]:
         Endpoint(
             method="GET",
             path="/live",
-            handler=Lookout(service).answer,
+            handler=SnapshotPoller(service).answer,
             summary="The engine at work, for the page at /.",
         )
     ]

@@ -47,7 +47,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 
 
 @dataclass(eq=False)
-class Watch:
+class RequestTimer:
     """The times of one HTTP request."""
 
     times: dict[str, Histogram]
@@ -105,12 +105,12 @@ class ServerMetrics:
         }
         self.registry.register(self)
 
-    def watch(self, requests: Sequence[RequestSpec], n: int) -> Watch:
+    def timer(self, requests: Sequence[RequestSpec], n: int) -> RequestTimer:
         """Begin to take the times of an HTTP request that asks for ``requests``."""
         for request in requests:
             self.times["request_params_max_tokens"].observe(request.max_tokens)
             self.times["request_params_n"].observe(n)
-        return Watch(self.times)
+        return RequestTimer(self.times)
 
     def text(self) -> bytes:
         """What Prometheus reads."""

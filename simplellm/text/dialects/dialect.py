@@ -1,4 +1,4 @@
-"""How chats with a model are written: harmony, or as its own template says."""
+"""A model's chat format: harmony, or what its own template says."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
