@@ -17,14 +17,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from simplellm.api.input_processor import InputProcessor, Loaded
-from simplellm.api.operations import choose_operations, fused_operations
+from simplellm.api.operations import choose_operations, fused_operations, takes_packed
 from simplellm.base.config import MAX_SIZE, EngineConfig, expect
 from simplellm.checkpoint.checkpoint import Upload, open_weights
 from simplellm.checkpoint.families import title
 from simplellm.checkpoint.folder import path_of
-from simplellm.checkpoint.mxfp4 import MXFP4, Weight
-from simplellm.checkpoint.scaled import Scaled
+from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.source import Source
+from simplellm.checkpoint.stored import sent
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.engine.page_manager import PageManager
@@ -59,8 +59,9 @@ def load(
     ok = isinstance(config, EngineConfig | None)
     expect(ok, "config", config, "an EngineConfig", TypeError)
     config = (config or EngineConfig()).changed(options or {}).resolved(device.type)
+    packed = takes_packed(config, dtype, device)
     dtype = find_dtype(dtype, device)
-    source = open_weights(path, dtype, device, random_weights, seed)
+    source = open_weights(path, dtype, device, random_weights, seed, packed)
     input_processor = InputProcessor.open(path_of(path), source.config)
     given = path, dtype, device, random_weights, seed
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
@@ -156,11 +157,8 @@ def read_weights(
         def take(name: str) -> Weight:
             weight = source[name]
             progress.update()
-            if isinstance(weight, MXFP4):
-                return MXFP4(send(weight.blocks), send(weight.scales))
-            if isinstance(weight, Scaled):
-                values, scales = send(weight.values), send(weight.scales)
-                return replace(weight, values=values, scales=scales)
+            if not isinstance(weight, Tensor):
+                return sent(weight, send)
             exact = "norm." in name
             weight = weight.to(torch.float32 if exact else dtype)
             return send(plain_norm(weight, name, config) if exact else weight)

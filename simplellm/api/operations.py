@@ -7,11 +7,22 @@ import torch
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.families import title
+from simplellm.checkpoint.int4 import packs
 from simplellm.checkpoint.source import Source
 from simplellm.engine.warmup import warm_up
 from simplellm.model.machine import why_not_triton
 from simplellm.model.ops import Ops
 from simplellm.model.ops_numpy import is_small
+
+
+def takes_packed(config: EngineConfig, dtype: object, device: torch.device) -> bool:
+    """Whether weights of 4 and 8 bits are multiplied as they are: see `int4`.
+
+    ``dtype`` is what was asked for: products of float32 are rounded nowhere.
+    """
+    free = config.operations == "auto" and dtype in (None, "auto")
+    alone = config.tensor_parallel_size == 1  # the packed order of rows isn't ours
+    return free and alone and device.type == "cpu" and packs()
 
 
 def choose_operations(

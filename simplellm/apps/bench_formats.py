@@ -22,8 +22,9 @@ from simplellm.base.config import BLOCK, EngineConfig, ModelConfig
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.folder import EMBEDDED, path_of
 from simplellm.checkpoint.formats import NumberFormat, is_matrix
-from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
+from simplellm.checkpoint.scaled import Scaled
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import encoded
 from simplellm.model.machine import find_device, find_dtype
@@ -54,8 +55,9 @@ class RoundedCheckpoint:
 
     def __getitem__(self, ours: str) -> Weight:
         weight, form = self.source[ours], self.config.formats.get(ours)
-        if not isinstance(weight, torch.Tensor):
+        if isinstance(weight, MXFP4 | Scaled):
             weight = weight.dequantize(torch.float32)
+        assert isinstance(weight, torch.Tensor)  # as none is packed for a CPU
         return encoded(form, weight) if form else weight
 
 

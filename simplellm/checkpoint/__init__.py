@@ -6,6 +6,6 @@ safetensors files as such a source, whose tensors `tensors.py` finds and puts to
 each tensor is called, `folder.py` where a checkpoint lies and what the small files in
 it say, `packages.py` which models come as a package. `families/` has a file of data for
 each family of models. `formats.py` reads how weights are stored: `mxfp4.py` in 4 bits,
-`scaled.py` in 8, `stored.py` makes either from what a checkpoint holds.
-`sharding.py` is what one of several ranks has of it.
+`scaled.py` in 8, `stored.py` makes either from what a checkpoint holds. `int4.py` has 4
+bits as a CPU multiplies them, `sharding.py` what one of several ranks has of it all.
 """

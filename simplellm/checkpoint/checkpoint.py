@@ -28,7 +28,7 @@ from simplellm.checkpoint.formats import (
     is_static_scale,
     same_scales,
 )
-from simplellm.checkpoint.mxfp4 import MXFP4, Weight
+from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
 from simplellm.checkpoint.names import (
     Shape,
     is_expert_weight,
@@ -102,7 +102,7 @@ class Checkpoint:
         form = self.config.formats.get(ours)
         return assembled(parts, self._table[ours], self._shapes[ours], form)
 
-    def parts(self, ours: str) -> list[Weight]:
+    def parts(self, ours: str) -> list[StoredWeight]:
         """What `__getitem__` joins, each [..., out, in], as views of the files.
 
         They are in the order of `stored_names`.
@@ -413,8 +413,12 @@ def open_weights(
     device: torch.device,
     random_weights: bool,
     seed: int | None,
+    packed: bool = False,
 ) -> Source:
-    """The headers of a checkpoint, or the shapes of one with random weights."""
+    """The headers of a checkpoint, or the shapes of one with random weights.
+
+    ``packed``: what 4 bits of it a CPU multiplies as they are.
+    """
     if random_weights:
         config = open_config(path, random_weights)
         return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
@@ -424,5 +428,5 @@ def open_weights(
     if is_gguf(location):
         from simplellm.checkpoint.gguf.source import GGUFCheckpoint
 
-        return GGUFCheckpoint(location, dtype, device)
+        return GGUFCheckpoint(location, dtype, device, packed)
     return Checkpoint(location)

@@ -33,8 +33,9 @@ PACKED = "_packed", "_scale", "_shape"
 class NumberFormat:
     """A way to store a weight [..., out, in]: as several tensors, named after it.
 
-    ``dtype`` is what PyTorch calls that of the numbers, "uint8" for MXFP4. For the
-    others, ``tile`` and ``inputs`` are those of `simplellm.checkpoint.scaled.Scaled`;
+    ``dtype`` is what PyTorch calls that of the numbers, "uint8" for MXFP4 and "int4"
+    for `simplellm.checkpoint.int4.Int4`. For the others, ``tile`` and ``inputs`` are
+    those of `simplellm.checkpoint.scaled.Scaled`;
     with ``one_scale`` a single one is stored, which all rows get.
     """
 
@@ -77,6 +78,8 @@ class NumberFormat:
         """Bytes in memory of a weight of this ``shape``; scales become float32."""
         in_rows = replace(self, one_scale=False)
         first, scales, *_ = map(math.prod, in_rows.stored_shapes(shape).values())
+        if self.dtype == "int4":  # with an offset beside each scale, in two bytes
+            return first // 2 + 4 * scales
         return first + scales if self.is_mxfp4 else math.prod(shape) + 4 * scales
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import BLOCK
+from simplellm.checkpoint.int4 import Int4
 from simplellm.checkpoint.scaled import Scaled
 
 EMAX = 2  # exponent of the largest e2m1 value, 6 = 1.5 * 2^2
@@ -138,4 +139,5 @@ def quantize(weight: Tensor) -> MXFP4:
     return MXFP4(codes[..., 0::2] | (codes[..., 1::2] << 4), scales)
 
 
-Weight = Tensor | MXFP4 | Scaled
+StoredWeight = Tensor | MXFP4 | Scaled
+Weight = StoredWeight | Int4

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from simplellm.base.config import BLOCK, ModelConfig, expect
 from simplellm.checkpoint.checkpoint import Checkpoint
-from simplellm.checkpoint.mxfp4 import MXFP4, Weight
+from simplellm.checkpoint.int4 import Int4
+from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
 from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names, tensor_shapes
 from simplellm.checkpoint.scaled import Scaled, join, round_tiles
 from simplellm.checkpoint.source import Source, TensorInfo
@@ -129,7 +130,7 @@ def parts_of_axes(config: ModelConfig, shard: Shard) -> dict[str, list[range]]:
     }
 
 
-def narrowed(weight: Weight, axis: int, part: range) -> Weight:
+def narrowed(weight: StoredWeight, axis: int, part: range) -> StoredWeight:
     """Rows (axis -2) or columns (-1) of a weight [..., out, in], as views.
 
     Of an ordinary tensor any axis. Columns of packed weights are whole blocks; where
@@ -155,7 +156,7 @@ def narrowed(weight: Weight, axis: int, part: range) -> Weight:
     return Scaled(values, scales, (rows, min(columns, size)), weight.inputs)
 
 
-def side_by_side(parts: Sequence[Weight], axis: int) -> Weight:
+def side_by_side(parts: Sequence[StoredWeight], axis: int) -> StoredWeight:
     """Parts of one weight, one after the other along ``axis``; copied once."""
     if len(parts) == 1:
         return parts[0]
@@ -167,7 +168,7 @@ def side_by_side(parts: Sequence[Weight], axis: int) -> Weight:
     return torch.cat([part for part in parts if isinstance(part, Tensor)], axis)
 
 
-def compact(weight: Weight) -> Weight:
+def compact(weight: StoredWeight) -> StoredWeight:
     """A weight whose numbers lie one after the other; copied if they don't."""
     if isinstance(weight, Tensor):
         return weight.contiguous()
@@ -267,8 +268,10 @@ class ShardedSource:
             return in_one(coded, shape)
         return torch.cat([cut for cut in cuts if isinstance(cut, Tensor)]).view(shape)
 
-    def stored_parts(self, ours: str) -> Sequence[Weight]:
+    def stored_parts(self, ours: str) -> Sequence[StoredWeight]:
         """The parts of a weight that lie apart, if they can be had so."""
         if isinstance(self.source, Checkpoint):
             return self.source.parts(ours)
-        return [self.source[ours]]
+        weight = self.source[ours]
+        assert not isinstance(weight, Int4)  # see `takes_packed`
+        return [weight]

@@ -1,12 +1,14 @@
 """Quantized weights (`MXFP4`, `Scaled`): made of stored tensors, or by rounding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from simplellm.base.config import BLOCK, expect
 from simplellm.checkpoint.formats import NumberFormat
+from simplellm.checkpoint.int4 import Int4
 from simplellm.checkpoint.mxfp4 import MXFP4, quantize
 from simplellm.checkpoint.scaled import Scaled, join
 
@@ -47,6 +49,16 @@ def tensors(weight: Coded) -> tuple[Tensor, Tensor]:
     if isinstance(weight, MXFP4):
         return weight.blocks, weight.scales
     return weight.values, weight.scales
+
+
+def sent(weight: Coded | Int4, send: Callable[[Tensor], Tensor]) -> Coded | Int4:
+    """``weight`` where ``send`` brings its tensors. An `Int4` is where it belongs."""
+    if isinstance(weight, Int4):
+        return weight
+    numbers, scales = map(send, tensors(weight))
+    if isinstance(weight, MXFP4):
+        return MXFP4(numbers, scales)
+    return replace(weight, values=numbers, scales=scales)
 
 
 def in_one(weights: Sequence[Coded], shape: Sequence[int]) -> Coded:

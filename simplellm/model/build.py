@@ -139,7 +139,7 @@ def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
         layer = Layer(attn_norm, attn, mlp_norm, take_mlp(part, config))
         layers.append(ops.prepare(layer))
         post = part("mlp_post_norm.weight")
-    tied = config.tie_word_embeddings
+    tied = config.tie_word_embeddings and "lm_head.weight" not in config.formats
     return Model(
         config,
         ops,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.checkpoint.mxfp4 import StoredWeight, Weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +39,9 @@ class Experts:
 
     router: Tensor  # [E, hidden]
     router_bias: Tensor | None  # [E]
-    gate_up: Weight  # [E, 2I, hidden]
+    gate_up: StoredWeight  # [E, 2I, hidden]
     gate_up_bias: Tensor | None  # [E, 2I]
-    down: Weight  # [E, hidden, I]
+    down: StoredWeight  # [E, hidden, I]
     down_bias: Tensor | None  # [E, hidden]
     top_k: int  # experts a token
     limit: float  # of the SwiGLU's inputs

@@ -19,6 +19,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from simplellm.base.config import ModelConfig
+from simplellm.checkpoint.int4 import Int4
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import is_expert_weight, tensor_shapes
 from simplellm.checkpoint.scaled import Scaled
@@ -46,7 +47,7 @@ def is_small(config: ModelConfig) -> bool:
 
 def by_column(weight: Weight) -> Any:
     """A weight's numbers in the order in which a product of few rows reads them."""
-    if isinstance(weight, Scaled):  # which PyTorch multiplies
+    if isinstance(weight, Scaled | Int4):  # which PyTorch multiplies
         return weight
     if isinstance(weight, MXFP4):
         weight = weight.dequantize(torch.float32)

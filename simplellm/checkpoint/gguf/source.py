@@ -1,10 +1,13 @@
 """A GGUF file as a checkpoint: our names to weights, each read when it is asked for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from simplellm.base.config import CheckpointError, ModelConfig, expect, raising
 from simplellm.checkpoint.gguf.container import Container, GGUFTensor, open_container
@@ -15,6 +18,7 @@ from simplellm.checkpoint.gguf.metadata import (
     read_gguf_config,
 )
 from simplellm.checkpoint.gguf.names import stored_as
+from simplellm.checkpoint.gguf.packed import keep_numbers, packed_formats, packed_of
 from simplellm.checkpoint.gguf.tensors import (
     ORDINARY,
     as_array,
@@ -37,8 +41,8 @@ class GGUFCheckpoint:
 
     Opening reads the headers and checks all that they can tell; numbers stay in the
     file until a tensor is touched. Those of other types than ordinary ones and `KEPT`
-    (or `KEPT_ON_GPU`, by ``device``) become ``dtype`` then. Raises CheckpointError or
-    ConfigError.
+    (or `KEPT_ON_GPU`, by ``device``) become ``dtype`` then. With ``packed``, those of
+    4 and 8 bits become an `Int4`. Raises CheckpointError or ConfigError.
     """
 
     def __init__(
@@ -46,12 +50,17 @@ class GGUFCheckpoint:
         path: str | Path,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        packed: bool = False,
     ) -> None:
         self.container: Container = open_container(path)
         self.path, self.dtype = self.container.path, dtype
         gpu = torch.device(device).type == "cuda"
         kept = KEPT_ON_GPU if gpu else KEPT
-        self.config: ModelConfig = read_gguf_config(self.container, kept)
+        config = read_gguf_config(self.container, kept)
+        self._packed = packed_formats(config, self.container) if packed else {}
+        self._keep_numbers = keep_numbers(config, self._packed)
+        formats = {**config.formats, **self._packed}
+        self.config: ModelConfig = replace(config, formats=formats)
         with raising(CheckpointError, self.path):
             self._names = {
                 ours: stored_as(ours, self.config.model_type)
@@ -86,10 +95,9 @@ class GGUFCheckpoint:
         ]
 
     def __getitem__(self, ours: str) -> Weight:
-        """The weight [..., out, in]: ordinary numbers, a `Scaled` or an `MXFP4`."""
-        kept = ours in self.config.formats
+        """The weight [..., out, in]: ordinary numbers, or one that stays packed."""
         tensors = [self.container.tensors[name] for name in self._names[ours]]
-        parts = [self._part(tensor, kept) for tensor in tensors]
+        parts: list[Any] = [self._part(tensor, ours) for tensor in tensors]
         if ".qkv." in ours and self.config.model_type in PAIRED_HEADS:
             config = self.config
             heads = config.num_attention_heads, config.num_key_value_heads
@@ -97,12 +105,18 @@ class GGUFCheckpoint:
             parts = [q, k, *parts[2:]]
         of_experts = ".experts." in ours
         interleaved = of_experts and self.config.activation == "clamped_swiglu"
-        return joined(parts, int(of_experts), interleaved)
+        weight: Weight = joined(parts, int(of_experts), interleaved)
+        if ours in self._packed:
+            assert isinstance(weight, Tensor)
+            return packed_of(weight, tensors[0].type, self._keep_numbers)
+        return weight
 
-    def _part(self, tensor: GGUFTensor, kept: bool) -> Weight:
-        """One tensor of the file."""
+    def _part(self, tensor: GGUFTensor, ours: str) -> Weight:
+        """One tensor of the file; its bytes, if it is packed when all are there."""
         rows = as_array(self.container.data[tensor.file], tensor)
-        if kept:
+        if ours in self._packed:
+            return torch.from_numpy(rows)
+        if ours in self.config.formats:
             read = mxfp4_of if tensor.type == "MXFP4" else scaled_of
             return read(torch.from_numpy(rows))
         return numbers_of(rows, tensor, self.dtype)

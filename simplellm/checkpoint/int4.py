@@ -1,0 +1,125 @@
+"""Weights of 4 bits that a CPU multiplies as they are, with PyTorch's product for them.
+
+A row's numbers are in groups of 32, each with a scale and an offset. What such a weight
+is multiplied with, its scales and its products are rounded to bfloat16; sums are
+float32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+GROUP = 32
+ROWS = 16  # a weight has a multiple of so many
+# Tokens up to which the packed product is the faster one, with AVX2 as with AVX-512.
+FEW = 8
+
+
+def as_bfloat16(x: Tensor) -> Tensor:
+    """x as bfloat16, and again as float32."""
+    return x.to(torch.bfloat16).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """A weight [out, in] of numbers from 0 to 15, before it is packed.
+
+    ``values`` int32 [out, in], float32 ``scales`` and ``offsets`` [out, in / GROUP]. A
+    number is (value - 8) * scale + offset.
+    """
+
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """What PyTorch's product reads: packed values, and bfloat16 [G, out, 2]."""
+        both = torch.stack([self.scales.mT, self.offsets.mT], -1).to(torch.bfloat16)
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        return pack(self.values, 1), both.contiguous()
+
+    def numbers(self) -> Tensor:
+        """float32 [out, in], of scales and offsets as they are once packed."""
+        scales, offsets = (
+            as_bfloat16(x).repeat_interleave(GROUP, -1)
+            for x in (self.scales, self.offsets)
+        )
+        return (self.values - 8) * scales + offsets
+
+
+def halves(values: Tensor, scales: Tensor) -> list[Codes]:
+    """int8 ``values`` [out, in] with ``scales`` [out, in / GROUP], as a sum of two."""
+    high, low = values.int() >> 4, values.int() & 15
+    return [
+        Codes(high + 8, 16 * scales, torch.zeros_like(scales)),
+        Codes(low, scales, 8 * scales),
+    ]
+
+
+def packed_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16 x [T, in] times the packed weight [out, in], transposed, as float32."""
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, GROUP, scales).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Int4:
+    """A weight [out, in] of 4 bits, or of 8 as a sum of two of 4 bits."""
+
+    parts: Sequence[tuple[Tensor, Tensor]]
+    numbers: Tensor | None  # float32 [out, in], for many tokens; None: too large
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, codes: Sequence[Codes], keep_numbers: bool) -> "Int4":
+        """Pack the sum of ``codes``, which must fit: see ROWS and GROUP."""
+        numbers = None
+        if keep_numbers:
+            numbers = torch.stack([part.numbers() for part in codes]).sum(0)
+        rows, columns = codes[0].values.shape
+        return cls([part.packed() for part in codes], numbers, (rows, columns))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        every = [tensor for part in self.parts for tensor in part]
+        every += [] if self.numbers is None else [self.numbers]
+        return sum(tensor.nbytes for tensor in every)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] times the weight, transposed, plus ``bias`` [out], in x's dtype.
+
+        A row's numbers do not depend on the other rows, of which there may be FEW; with
+        more of them, the sums are in another order before they are rounded.
+        """
+        rounded = x.to(torch.bfloat16)
+        if self.numbers is not None and len(x) > FEW:
+            y = as_bfloat16(functional.linear(rounded.float(), self.numbers))
+        else:
+            y = packed_product(rounded, *self.parts[0])
+            for part in self.parts[1:]:
+                y += packed_product(rounded, *part)
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@cache
+def packs() -> bool:
+    """Whether PyTorch has a fast product for `Int4` here, and it is right.
+
+    It is fast with AVX2 and AVX-512; elsewhere, it computes one number at a time.
+    """
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return False
+    order = torch.arange(80 * 4 * GROUP, dtype=torch.int32).view(80, -1)
+    scales = 1 + torch.arange(80 * 4).view(80, 4) % 7 / 8
+    codes = Codes(order * 5 % 16, scales, scales - 1.5)
+    x = (order[: FEW + 1] * 3 % 17 - 8) / 4
+    try:
+        packed = Int4.of([codes], False).product(x)
+    except (AttributeError, RuntimeError):  # of a PyTorch that has it otherwise
+        return False
+    exact = functional.linear(x, codes.numbers())
+    return torch.allclose(packed, exact, rtol=2**-7, atol=2**-7 * float(exact.std()))

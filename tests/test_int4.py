@@ -1,0 +1,174 @@
+"""Weights of 4 bits that a CPU multiplies as they are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from families import write
+from gguf import GGMLQuantizationType
+from gguf_files import write_gguf
+from test_gguf import IDS, MODELS, Written, random_blocks, worst
+from torch import Tensor
+from torch.nn import functional
+
+from simplellm import LLM
+from simplellm.api import operations
+from simplellm.api.load import read_weights
+from simplellm.checkpoint import int4
+from simplellm.checkpoint.gguf.packed import READERS, packed_of
+from simplellm.checkpoint.gguf.source import GGUFCheckpoint
+from simplellm.checkpoint.int4 import FEW, Int4, as_bfloat16, packs
+from simplellm.model.ops import PLAIN
+
+KINDS = list(READERS)
+ULP = 2**-7  # of bfloat16, at most
+
+
+@pytest.fixture
+def packing() -> None:
+    if not packs():
+        pytest.skip("PyTorch has no fast product of 4 bits for this processor")
+
+
+def weights(kind: str, rows: int, columns: int) -> tuple[Tensor, Int4, Int4]:
+    """A weight's numbers as ggml says, and packed, without and with numbers."""
+    blocks = random_blocks(kind, rows, columns)
+    meant = torch.from_numpy(gguf.dequantize(blocks, GGMLQuantizationType[kind]))
+    bits = torch.from_numpy(blocks)
+    return meant, packed_of(bits, kind, False), packed_of(bits, kind, True)
+
+
+def inputs(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_ggmls_but_for_rounded_scales(kind: str, packing: None) -> None:
+    meant, _, packed = weights(kind, 48, 128)
+    assert packed.numbers is not None and packed.shape == meant.shape
+    # A scale is off by 1/512 at most, and multiplies 15 steps at most.
+    largest = meant.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
+    steps = 16 if kind != "Q8_0" else 1
+    assert ((packed.numbers - meant).abs() <= steps * largest / 256).all()
+    assert worst(packed.numbers, meant) < 4e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(16, 32), (48, 96), (80, 256), (192, 64)]
+)
+def test_products_are_those_of_the_numbers(
+    kind: str, rows: int, columns: int, packing: None
+) -> None:
+    _, packed, with_numbers = weights(kind, rows, columns)
+    assert with_numbers.numbers is not None
+    bias = inputs(1, rows)[0]
+    for count in (1, 2, 5, FEW, FEW + 1, 40):
+        x = inputs(count, columns)
+        exact = functional.linear(as_bfloat16(x), with_numbers.numbers)
+        size = float(exact.std())
+        for weight in (packed, with_numbers):
+            found = weight.product(x)
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, exact, rtol=ULP, atol=ULP * size)
+            assert torch.equal(weight.product(x, bias), found + bias)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_in_any_company(kind: str, packing: None) -> None:
+    _, packed, with_numbers = weights(kind, 80, 256)
+    x = inputs(40, 256)
+    alone = torch.cat([packed.product(row[None]) for row in x])
+    assert torch.equal(packed.product(x), alone)
+    assert torch.equal(with_numbers.product(x[:FEW]), alone[:FEW])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Llama tied", "Qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_as_near_as_in_bfloat16(
+    name: str, kind: str, packing: None, tmp_path: Path
+) -> None:
+    written = Written(name, tmp_path, lambda name, tensor: kind)
+    source = GGUFCheckpoint(written.path, packed=True)
+    model = read_weights(source, torch.float32, torch.device("cpu"), PLAIN)
+    for layer in model.layers:
+        assert isinstance(layer.attn.qkv, Int4) and isinstance(layer.attn.o, Int4)
+    assert model.embed_tokens.dtype == torch.float32
+    theirs = written.logits()
+    rounded = GGUFCheckpoint(written.path, torch.bfloat16)
+    half = read_weights(rounded, torch.bfloat16, torch.device("cpu"), PLAIN)
+    bound = 1.5 * worst(half.logits(IDS.tolist()), theirs)
+    assert bound < 0.2
+    for count in (FEW, len(IDS)):
+        assert worst(model.logits(IDS[:count].tolist()), theirs[:count]) < bound
+
+
+def test_what_is_packed(packing: None, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "blk.1.attn_k.weight": "Q4_0",
+        "blk.0.ffn_down.weight": "F16",
+    }
+    write(tmp_path, MODELS["Llama tied"]().build())
+    write_gguf(
+        tmp_path / "a.gguf", tmp_path, lambda name, tensor: sizes.get(name, "Q4_1")
+    )
+    source = GGUFCheckpoint(tmp_path / "a.gguf", packed=True)
+    formats = source.config.formats
+    assert "layers.0.attn.qkv.weight" in formats
+    assert "layers.1.attn.qkv.weight" not in formats  # its parts are joined
+    assert "layers.0.mlp.down.weight" not in formats
+    packed = source["layers.0.mlp.gate_up.weight"]
+    assert isinstance(packed, Int4) and packed.numbers is not None
+    stored = sum(i.nbytes for i in source.stored("layers.0.mlp.gate_up.weight"))
+    assert packed.nbytes - packed.numbers.nbytes == stored
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    write(tmp_path, MODELS["Llama tied"]().build())
+    write_gguf(tmp_path / "a.gguf", tmp_path, lambda name, tensor: "Q4_1")
+    yield tmp_path / "a.gguf"
+
+
+def packed_in(llm: LLM) -> set[bool]:
+    """Whether the matrices of an LLM are packed."""
+    return {isinstance(layer.attn.o, Int4) for layer in llm.model.layers}
+
+
+def test_numbers_that_are_asked_for_stay_numbers(
+    file: Path, packing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4}
+    with LLM(file, **options) as llm:
+        assert packed_in(llm) == {True}
+        output = llm.generate([IDS[:5].tolist()], max_tokens=3).result()[0]
+        assert 1 <= len(output.token_ids) <= 3
+    with LLM(file, dtype="float32", **options) as llm:
+        assert packed_in(llm) == {False}
+    with LLM(file, operations="plain", **options) as llm:
+        assert packed_in(llm) == {False}
+    monkeypatch.setattr(operations, "packs", lambda: False)
+    with LLM(file, **options) as llm:
+        assert packed_in(llm) == {False}
+
+
+def test_a_wrong_product_is_not_used(
+    packing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = int4.packed_product
+    broken: dict[str, Any] = {
+        "another row": lambda x, *weight: right(x, *weight).roll(1, -1),
+        "no scale": lambda x, codes, scales: right(x, codes, scales.sign()),
+        "zeros": lambda x, *weight: 0 * right(x, *weight),
+    }
+    for wrong in broken.values():
+        monkeypatch.setattr(int4, "packed_product", wrong)
+        packs.cache_clear()
+        assert not packs()
+    monkeypatch.undo()
+    packs.cache_clear()
+    assert packs()
