@@ -255,25 +255,13 @@ def no_rows(config, tokens, context=0, *, itemsize=2):
     return replace(reads, dense=reads.dense - rows)
 
 
-@wrong("12.1", "leave the reserve")
-def without_a_reserve(config, memory, length, reserve):
-    free = memory - sum(weight_bytes(config).values())
-    return max(0, int(free // kv_bytes(config, length)))
-
-
-@wrong("12.1", "not a negative number")
-def fewer_than_none(config, memory, length, reserve):
-    free = memory - reserve - sum(weight_bytes(config).values())
-    return int(free // kv_bytes(config, length))
-
-
-@wrong("12.2", "grow with the tokens")
+@wrong("12.1", "grow with the tokens")
 def by_active_weights(config, machine):
     read = kept_read_bytes(config, 1).total / machine.bytes_per_second
     return int(read * machine.flops_per_second / step_flops(config, 1, 1)) + 1
 
 
-@wrong("12.3", "the one of its own included")
+@wrong("12.2", "the one of its own included")
 def guesses_alone(config, machine, batch, guesses, accept):
     tokens = batch * (guesses + 1)
     read = kept_read_bytes(config, tokens).total
@@ -282,21 +270,21 @@ def guesses_alone(config, machine, batch, guesses, accept):
     return batch * expected / least
 
 
-@wrong("12.3", "the one of its own included")
+@wrong("12.2", "the one of its own included")
 def bytes_of_a_plain_step(config, machine, batch, guesses, accept):
     read = kept_read_bytes(config, batch).total
     least = machine.least_seconds(read, step_flops(config, batch, batch))
     return batch * sum(accept**n for n in range(guesses + 1)) / least
 
 
-@wrong("12.3", "the longer part is its limit")
+@wrong("12.2", "the longer part is its limit")
 def bytes_alone(config, machine, batch, guesses, accept):
     read = kept_read_bytes(config, batch * (guesses + 1)).total
     tokens = batch * sum(accept**n for n in range(guesses + 1))
     return tokens / (read / machine.bytes_per_second)
 
 
-@wrong("12.3", "in the head")
+@wrong("12.2", "in the head")
 def heads_of_few_tokens(config, machine, batch, guesses, accept):
     tokens = batch * (guesses + 1)
     read = kept_read_bytes(config, tokens).total
@@ -304,7 +292,7 @@ def heads_of_few_tokens(config, machine, batch, guesses, accept):
     return batch * sum(accept**n for n in range(guesses + 1)) / least
 
 
-@wrong("12.4", "aren't used")
+@wrong("12.3", "aren't used")
 def over_all_experts(ids, experts, block):
     counts = ids.flatten().long().bincount(minlength=experts)
     filled = -(-counts // block)
@@ -313,7 +301,7 @@ def over_all_experts(ids, experts, block):
     )
 
 
-@wrong("12.4", "10 pairs")
+@wrong("12.3", "10 pairs")
 def full_blocks_alone(ids, experts, block):
     counts = ids.flatten().long().bincount(minlength=experts)
     filled = -(-counts // block)
