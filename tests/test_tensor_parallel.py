@@ -327,6 +327,12 @@ def everything(llm: LLM) -> tuple[Tensor, Tensor]:
     return torch.tensor(rows), torch.tensor(first)
 
 
+def test_a_part_of_a_model_is_not_handed_out(two: LLM) -> None:
+    """Whoever computed with it alone would part the ranks."""
+    with pytest.raises(EngineError, match="the model is shared by 2 ranks"):
+        two.model  # noqa: B018
+
+
 def processes(llm: LLM) -> Sequence[subprocess.Popen[bytes]]:
     leader = llm.engine_core.runner.ranks
     assert isinstance(leader, Leader)

@@ -100,8 +100,11 @@ class LLM:
 
     @property
     def model(self) -> "Model":
-        """What computes. Raises EngineError if that isn't in this process."""
-        return self.engine_core.runner.model
+        """What computes. Raises EngineError if that isn't in this process alone."""
+        runner = self.engine_core.runner
+        if runner.ranks.size > 1:
+            raise EngineError(f"the model is shared by {runner.ranks.size} ranks")
+        return runner.model
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -49,6 +49,8 @@ ALIGNMENT = 8  # bytes, of a tensor in a message
 class Ranks:
     """The ranks that compute together: here one alone."""
 
+    size = 1
+
     def shard(self, source: Source) -> Source:
         """What this rank has of the weights."""
         return source
@@ -112,7 +114,7 @@ class TensorParallel(Ranks):
     tokens: range  # of the vocabulary, this rank's
 
     def shard(self, source: Source) -> Source:
-        here = Shard(self.group.rank, self.group.size)
+        here = Shard(self.group.rank, self.size)
         self.tokens = here.vocabulary(source.config)
         return ShardedSource(source, here, self.group.max)
 
@@ -160,7 +162,7 @@ class Leader(TensorParallel):
     """Rank 0, which starts the others. ``options`` are those of `follow` below."""
 
     def __init__(self, size: int, options: Mapping[str, Any]) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.size, self.processes = size, list[subprocess.Popen[bytes]]()
         self.links: list[Link] = []
         self.counts: Tensor | None = None  # of the tables that all ranks have
         self.closed = False
@@ -204,7 +206,7 @@ class Leader(TensorParallel):
             raise
 
     def least(self, number: int) -> int:
-        for rank in range(1, self.group.size):
+        for rank in range(1, self.size):
             self._hear(rank)  # it has loaded, which may take long
         return super().least(number)
 
@@ -307,7 +309,7 @@ class Follower(TensorParallel):
     """Another rank than 0: it does what it is told by ``link``."""
 
     def __init__(self, link: Link, folder: str, rank: int, size: int) -> None:
-        self.link = link
+        self.link, self.size = link, size
         link.send({})
         self.group = Group(folder, rank, size, REPLY_SECONDS)
 
