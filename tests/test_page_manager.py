@@ -19,8 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from simplellm.engine.page_books import NULL
 from simplellm.engine.page_manager import PageManager, hash_page
+from simplellm.engine.page_pool import NULL
 from simplellm.model.kv_pool import KVPool
 
 # The books

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "simplellm"
 # What a person reads to follow a request, in the order of its way.
 SPINE = """
 api.load api.llm api.delivery api.reply base.request engine.engine engine.scheduler
-engine.request_queues engine.page_books engine.page_manager model.kv_pool model.batch
+engine.request_queues engine.page_pool engine.page_manager model.kv_pool model.batch
 engine.runner model.model model.ops model.attention model.feed_forward engine.sampler
 engine.stats
 """.split()

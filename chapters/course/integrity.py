@@ -1,7 +1,7 @@
 """Whether the books of a `PageManager` agree with each other. For tests and lessons."""
 
-from simplellm.engine.page_books import NULL
 from simplellm.engine.page_manager import PageManager
+from simplellm.engine.page_pool import NULL
 
 
 def check_integrity(manager: PageManager) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from simplellm.engine.page_books import PageBooks
+from simplellm.engine.page_pool import PagePool
 from simplellm.model.batch import Batch
 
 
 def pack(
-    manager: PageBooks,
+    manager: PagePool,
     steps: Sequence[tuple[int, Sequence[int], int]],
     device: torch.device,
 ) -> Batch:

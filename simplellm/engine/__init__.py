@@ -1,7 +1,7 @@
 """The engine: a thread that serves many requests at once, step by step.
 
 `engine.py` is that thread. `request_queues.py` knows who waits and who runs,
-`scheduler.py` says who computes how many tokens in the next step, `page_books.py` knows
+`scheduler.py` says who computes how many tokens in the next step, `page_pool.py` knows
 the pages of the KV cache, `page_manager.py` says which of them belongs to whom,
 `runner.py` runs the step on the device, `launch_timer.py` says when, and `graphs.py`
 records it as a CUDA graph. `speculation.py` lets a step check guesses of the next

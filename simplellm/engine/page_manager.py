@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-from simplellm.engine.page_books import NULL, PageBooks, PageTable
+from simplellm.engine.page_pool import NULL, PagePool, PageTable
 
 
 def hash_page(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -15,7 +15,7 @@ def hash_page(parent: bytes, tokens: Sequence[int]) -> bytes:
     return sha256(parent + array("q", tokens).tobytes()).digest()
 
 
-class PageManager(PageBooks):
+class PageManager(PagePool):
     """Which page belongs to whom. Plain Python, no tensors.
 
     A sequence is a number of the caller's choice. Its life: `add`; for every step

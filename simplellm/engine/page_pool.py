@@ -27,7 +27,7 @@ class PageTable:
     prompt_pages: int  # full pages of the tokens that it began with
 
 
-class PageBooks:
+class PagePool:
     """All pages, each of them in use, free or cached, and the tables of sequences.
 
     A page has room for ``page_size`` positions of one group of layers: the full ones
