@@ -18,6 +18,7 @@ import simplellm.engine.scheduler
 from simplellm.base.request import Event, Request
 from simplellm.engine.engine import Engine
 from simplellm.engine.page_manager import PageManager
+from simplellm.engine.ranks import ALONE
 from simplellm.engine.runner import Flight, StepOutput
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 
@@ -54,6 +55,7 @@ class Clockwork:
         sizes["prefill_chunk"] = 8192
         manager = PageManager(20_000, 64, enable_caching=False)
         scheduler = Scheduler(manager, **(sizes | limits))
+        self.ranks = ALONE
         self.engine = Engine(scheduler, self, 131072, overlap=True)  # type: ignore[arg-type]
         self.engine.inbox = self  # type: ignore[assignment]
 

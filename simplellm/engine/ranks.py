@@ -208,7 +208,9 @@ class Leader(TensorParallel):
     def least(self, number: int) -> int:
         for rank in range(1, self.size):
             self._hear(rank)  # it has loaded, which may take long
-        return super().least(number)
+        least = super().least(number)
+        self.folder.cleanup()  # all have met, and nobody would if we are killed
+        return least
 
     def _tell(
         self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
