@@ -32,6 +32,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from simplellm import LLM
 from simplellm.checkpoint.folder import open_config, path_of, small_files
 from simplellm.checkpoint.gguf.container import open_container
+from simplellm.checkpoint.int4 import packs
 from simplellm.text.dialects.dialect import open_text
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("quiet_transformers")]
@@ -115,6 +116,19 @@ def test_rounded_formats_cost_what_they_do(pair: Pair, record_property: Any) -> 
         record_property(f"perplexity_{name}", value)
         least, most = (0.98, 1.1) if name != "mxfp4" else (1.05, 2.5)
         assert least < value / stored < most, name
+
+
+def test_weights_that_stay_packed_cost_next_to_nothing(smollm2: LLM) -> None:
+    """On a CPU that multiplies 4 bits as they are; elsewhere nothing changes."""
+    ids = text_ids(smollm2, PERPLEXITY_TOKENS)
+    exact = smollm2.model.logits(ids)
+    with LLM("smollm2", device="cpu") as llm:
+        packed = llm.model.logits(ids)
+    assert torch.equal(packed, exact) != packs()
+    assert 0.99 < perplexity(packed, ids) / perplexity(exact, ids) < 1.01
+    logs = packed.log_softmax(-1), exact.log_softmax(-1)
+    lost = torch.nn.functional.kl_div(*logs, reduction="batchmean", log_target=True)
+    assert lost < 3e-3  # the mean divergence from the exact probabilities, in nats
 
 
 # What transformers' own readers make of some texts.

@@ -121,7 +121,7 @@ class Worker:
         for line in self.process.stdout:
             if line.startswith("found "):
                 return list(json.loads(line.removeprefix("found ")))
-        raise RuntimeError(f"{self.process.args} ended")
+        raise RuntimeError("a worker ended; is xllamacpp installed?")
 
 
 def processor() -> str:

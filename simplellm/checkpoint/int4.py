@@ -62,7 +62,7 @@ def halves(values: Tensor, scales: Tensor) -> list[Codes]:
 
 def packed_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """bfloat16 x [T, in] times the packed weight [out, in], transposed, as float32."""
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, GROUP, scales).float()
+    return torch._weight_int4pack_mm_for_cpu(x, codes, GROUP, scales).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class Int4:
         A row's numbers do not depend on the other rows, of which there may be FEW; with
         more of them, the sums are in another order before they are rounded.
         """
-        rounded = x.to(torch.bfloat16)
+        rounded = x.bfloat16()
         if self.numbers is not None and len(x) > FEW:
             y = as_bfloat16(functional.linear(rounded.float(), self.numbers))
         else:
