@@ -25,14 +25,13 @@ from simplellm.checkpoint.folder import path_of
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import sent
+from simplellm.engine.drafting import head_of, speculative_scheduler
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks, start_ranks
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
-from simplellm.engine.speculation import SpeculativeScheduler, Speculator
-from simplellm.engine.step_times import time_steps
 from simplellm.model.build import build, plain_norm
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.machine import find_device, find_dtype, name_of, on
@@ -62,6 +61,7 @@ def load(
     packed = takes_packed(config, dtype, device)
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed, packed)
+    head_of(config, source.config)
     input_processor = InputProcessor.open(path_of(path), source.config)
     given = path, dtype, device, random_weights, seed
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
@@ -212,9 +212,6 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     if config.speculative is None:
         scheduler = Scheduler(manager, **rules)
     else:
-        number, timed = config.num_speculative_tokens, partial(time_steps, runner)
-        speculator = Speculator.of(config.speculative, number, timed)
-        rules |= {"speculator": speculator, "max_drafts": config.max_drafts}
-        scheduler = SpeculativeScheduler(manager, **rules)
+        scheduler = speculative_scheduler(runner, config, rules)
     overlap = config.overlap and model.device.type == "cuda"
     return Engine(scheduler, runner, min(limits), overlap)

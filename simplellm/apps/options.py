@@ -58,10 +58,11 @@ Where = Annotated[
 ]
 
 Speculative = Annotated[
-    Literal["suffix"] | None,
+    str | None,
     typer.Option(
+        metavar="suffix|HEAD",
         help="Guess tokens and check several in a step; the text stays the same. "
-        "suffix: from what the text has said before."
+        "suffix: from what the text has said before; or an EAGLE-3 head's folder.",
     ),
 ]
 Drafts = Annotated[

@@ -471,9 +471,9 @@ class EngineConfig:
     operations: Literal["auto", "plain", "fused"] = "auto"  # PyTorch's or Triton's
     # Processes that share each weight, and compute each step together.
     tensor_parallel_size: int = declared(1)
-    # Where drafts of the next tokens come from: "suffix", what the text said before
-    # (method in speculative_config).
-    speculative: Literal["suffix"] | None = None
+    # Where drafts of the next tokens come from: "suffix", what the text said before, or
+    # the folder of an EAGLE-3 head (method and model in speculative_config).
+    speculative: str | None = None
     # Drafts of a request in a step; None: as many as are worth what they cost.
     num_speculative_tokens: int | None = declared(None, high=64)
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from simplellm.base.draft_position import DraftPosition, SamplePosition
@@ -24,6 +24,7 @@ from simplellm.engine.suffix import SuffixDrafter
 
 LONGEST_DRAFT = 16  # tokens, where the number is chosen
 DECAY = 0.9  # of earlier drafts' weight, at each new guess
+FADE = 0.99  # the same, at each time that drafting did not seem worthwhile
 PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
 PRIOR_WEIGHT = 2.0  # in drafts
 OWN_WEIGHT = 4.0  # drafts of a request after which its own rate is half of the mix
@@ -42,7 +43,7 @@ class Drafter(Protocol):
         """
 
 
-DRAFTERS: dict[Literal["suffix"], Callable[[], Drafter]] = {"suffix": SuffixDrafter}
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter}
 
 
 class StepCosts:
@@ -77,6 +78,10 @@ class AcceptanceRate:
         self.right = DECAY * self.right + right
         self.tried = DECAY * self.tried + tried
 
+    def fade(self) -> None:
+        """Believe a little less in it, so that one day it is tried again."""
+        self.right, self.tried = FADE * self.right, FADE * self.tried
+
     def mixed(self, other: float, weight: float) -> float:
         """The rate, if ``other`` was seen in ``weight`` drafts before."""
         return (self.right + weight * other) / (self.tried + weight)
@@ -92,12 +97,18 @@ class Guesses:
     drafts: list[int] = field(default_factory=list)
     sure: int = 0  # as the drafter says of these
 
+    def propose(self, tokens: Sequence[int], most: int) -> None:
+        """Guess what follows ``tokens``."""
+        self.drafts, self.sure = self.drafter.propose(tokens, most)
+
 
 class Speculator:
     """Chooses each step's drafts. Plain Python, no tensors.
 
     ``most`` drafts of a request are checked in a step, always; or, with ``costs``, as
-    many as make it give most tokens a second, and none where nothing is gained.
+    many as make it give most tokens a second, and none where nothing is gained. Where
+    a draft takes ``seconds``, as a head's do, no more are made than are checked.
+    ``states`` are what the model makes of a step's tokens, for drafters that read it.
     """
 
     def __init__(
@@ -105,8 +116,12 @@ class Speculator:
         most: int,
         costs: StepCosts | None = None,
         drafter: Callable[[], Drafter] = SuffixDrafter,
+        *,
+        seconds: float = 0.0,
+        states: Any = None,
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
+        self.seconds, self.states = seconds, states
         self.guesses: WeakKeyDictionary[Request, Guesses] = WeakKeyDictionary()
         self.rates: dict[int, AcceptanceRate] = {}  # all requests', by how sure
         self.drafts = 0  # times that a step has checked some
@@ -116,7 +131,7 @@ class Speculator:
     @classmethod
     def of(
         cls,
-        name: Literal["suffix"],
+        name: str,
         number: int | None,
         time_steps: Callable[[], Mapping[int, float]],
     ) -> "Speculator":
@@ -126,24 +141,41 @@ class Speculator:
             return cls(number, drafter=drafter)
         return cls(LONGEST_DRAFT, StepCosts(time_steps()), drafter)
 
+    def _guesses_of(self, request: Request) -> Guesses:
+        guesses = self.guesses.get(request)
+        if guesses is None:
+            guesses = self.guesses[request] = Guesses(self.drafter())
+        return guesses
+
     def _guess(self, request: Request, tokens: Sequence[int]) -> Guesses:
         """Guess what follows ``tokens``, the request's as far as they are known.
 
         Learns first from what has followed what was guessed before: a draft need not
-        have been checked for that.
+        have been checked for that. Where drafts take time, it only learns.
         """
-        guesses = self.guesses.get(request)
-        if guesses is None:
-            guesses = self.guesses[request] = Guesses(self.drafter())
+        guesses = self._guesses_of(request)
         if guesses.length == len(tokens):
             return guesses
+        rates = guesses.rate, self._shared_rate(guesses.sure)
         if guesses.drafts:
-            right, tried = acceptance(guesses.drafts, tokens[guesses.length :])
-            guesses.rate.learn(right, tried)
-            self._shared_rate(guesses.sure).learn(right, tried)
-        guesses.length = len(tokens)
-        guesses.drafts, guesses.sure = guesses.drafter.propose(tokens, self.most)
+            came = acceptance(guesses.drafts, tokens[guesses.length :])
+            for rate in rates:
+                rate.learn(*came)
+        elif self.seconds:
+            for rate in rates:
+                rate.fade()
+        guesses.length, guesses.drafts = len(tokens), []
+        if not self.seconds:
+            guesses.propose(tokens, self.most)
         return guesses
+
+    def observe(self, scheduled: Sequence[ScheduledChunk]) -> None:
+        """A step has begun, whose ``states`` are those of these chunks' tokens."""
+        end = 0
+        for chunk in scheduled if self.states is not None else ():
+            start, end = end, end + chunk.length
+            drafter: Any = self._guesses_of(chunk.request).drafter
+            drafter.observe(chunk.start, self.states[start:end])
 
     def count(self, checked: int, right: int) -> None:
         """A step has checked so many drafts of a request, of which these were right."""
@@ -179,6 +211,8 @@ class Speculator:
             guesses = self._guess(request, request.tokens)
         finally:
             request.tokens.append(UNKNOWN)
+        if self.seconds:
+            return self.costs is None or self._chance(guesses) >= PRIOR_RATE
         return bool(guesses.drafts) and (
             self.costs is None or self._chance(guesses) > PRIOR_RATE
         )
@@ -191,26 +225,47 @@ class Speculator:
         At most ``room`` in all. The step computes ``computed`` tokens without them. A
         request whose last token isn't known gets none.
         """
-        offers: list[Sequence[int]] = []
-        chances: list[float] = []
+        found: list[Guesses | None] = []
+        offered: list[int] = []
         for request in requests:
             left = max(request.max_tokens - request.num_output - 1, 0)
             if left == 0 or request.tokens[-1] == UNKNOWN:
-                offers.append([])
-                chances.append(0.0)
+                found.append(None)
+                offered.append(0)
                 continue
             guesses = self._guess(request, request.tokens)
-            offers.append(guesses.drafts[:left])
-            chances.append(self._chance(guesses))
-        offered = [len(drafts) for drafts in offers]
+            found.append(guesses)
+            most = self.most if self.seconds else len(guesses.drafts)
+            offered.append(min(most, left))
+        drafts: list[list[int]] = []
+        counts = self._counts(found, offered, computed, room)
+        for request, one, count in zip(requests, found, counts, strict=True):
+            if one and self.seconds and count:
+                one.propose(request.tokens, count)
+            drafts.append(one.drafts[:count] if one else [])
+        return drafts
+
+    def _counts(
+        self,
+        found: Sequence[Guesses | None],
+        offered: Sequence[int],
+        computed: int,
+        room: int,
+    ) -> list[int]:
+        """How many drafts of each request to check, of those ``offered``."""
         if self.costs is None:
             counts = []
             for number in offered:
                 counts.append(min(number, room))
                 room -= counts[-1]
-        else:
-            counts = worthwhile(chances, offered, computed, room, self.costs)
-        return [[*drafts[:n]] for drafts, n in zip(offers, counts, strict=True)]
+            return counts
+        costs, seconds = self.costs, self.seconds
+        chances = [self._chance(one) if one else 0.0 for one in found]
+
+        def cost(tokens: int) -> float:
+            return costs(tokens) + seconds * (tokens - computed)
+
+        return worthwhile(chances, offered, computed, room, cost)
 
 
 @dataclass(eq=False)
@@ -255,6 +310,7 @@ class SpeculativeScheduler(Scheduler):
     def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Book a step whose results will come; of drafts, nothing is sure yet."""
         super().update_after_launch([without_drafts(chunk) for chunk in scheduled])
+        self.speculator.observe(scheduled)
 
     def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]

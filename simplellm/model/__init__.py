@@ -1,6 +1,7 @@
 """The model: weights as records and one forward pass over a table of operations.
 
-`model.py` is the forward pass, `layers.py` what a layer is made of, `build.py` fills
+`model.py` is the forward pass, `eagle.py` a small head that guesses what it gives next,
+`layers.py` what a layer is made of, `build.py` fills
 these records from a checkpoint. `batch.py` is a step as one int32 array, `kv_pool.py`
 the memory of keys and values, `kv_gather.py` where decodes find theirs without a
 kernel, `offline_batch.py` one text by itself. The operations: `ops.py` in PyTorch, with

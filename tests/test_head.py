@@ -1,0 +1,258 @@
+"""An EAGLE-3 head: its files, what it computes, and that no text changes by it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import drafted, layers_of, write_head
+from models import SMALL
+from test_speculation import answers
+from torch import Tensor
+
+from simplellm import LLM
+from simplellm.api.load import load_model
+from simplellm.base.config import ConfigError
+from simplellm.checkpoint.eagle import head_config, read_head, read_head_config
+from simplellm.engine.head_drafter import HeadDrafter
+from simplellm.model.eagle import build_head
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.model import Model
+from simplellm.model.offline_batch import PAGE, one_sequence
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Model:
+    return load_model(folder, device="cpu")
+
+
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"norm_before_residual": True, "attention_bias": True},
+    {"norm_before_fc": True, "norm_output": True},
+    {"fc_norm": True},
+]
+
+
+def states_of(model: Model, layers: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """What these layers make of a text that is computed at once: [T, 3 * hidden]."""
+    windows, pages = model.config.windows, -(-len(tokens) // PAGE)
+    pool = KVPool(model.config, pages * len(windows), PAGE, model.dtype, model.device)
+    batch = one_sequence(torch.tensor(tokens), 0, pages, windows, model.device)
+    seen: dict[int, Tensor] = {}
+    taps = {n + 1: lambda x, n=n: seen.setdefault(n, x.clone()) for n in layers}
+    with torch.inference_mode():
+        replace(model, taps=taps).forward(batch, pool, batch.tokens[:1])
+    return torch.cat([seen[n] for n in layers], dim=-1)
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_drafts_are_those_of_a_text_computed_at_once(
+    tiny: Model, tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    tensors = write_head(tmp_path, tiny.config, **flags)
+    config = read_head_config(tmp_path)
+    head = build_head(config, read_head(tmp_path, config), tiny)
+    drafter = HeadDrafter(head)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(tiny.config.vocab_size, (300,), generator=generator).tolist()
+    states = torch.randn(300, 3 * tiny.config.hidden_size, generator=generator)
+    wrong = torch.randn(5, states.shape[1], generator=generator)
+    # A prompt in two parts; then steps of one token and its drafts, some of them wrong.
+    drafter.observe(0, states[:20])
+    drafter.observe(20, states[20:270])
+    for known, sure in ((271, 1), (272, 3), (275, 2)):
+        for count in (3, 2):  # the same again: a step may have failed
+            found = drafter.propose(tokens[:known], count)
+            text = tokens[:known], count
+            rows = states[: known - 1]
+            expected = drafted(tensors, flags, tiny.embed_tokens, rows, *text)
+            assert found == (expected, 0)
+        drafter.observe(known - 1, torch.cat([states[known - 1 :][:sure], wrong]))
+    # It gave way, and is computed again.
+    drafter.observe(0, states[:276])
+    found, _ = drafter.propose(tokens[:277], 3)
+    rows = states[:276]
+    assert found == drafted(tensors, flags, tiny.embed_tokens, rows, tokens[:277], 3)
+
+
+def test_a_text_that_begins_in_a_cache_is_known_from_there_on(
+    tiny: Model, tmp_path: Path
+) -> None:
+    write_head(tmp_path, tiny.config)
+    config = read_head_config(tmp_path)
+    drafter = HeadDrafter(build_head(config, read_head(tmp_path, config), tiny))
+    assert drafter.propose([1, 2, 3], 2) == ([], 0)  # nothing was seen
+    drafter.observe(16, torch.randn(3, 3 * tiny.config.hidden_size))
+    found, _ = drafter.propose([*range(20)], 2)
+    assert len(found) == 2 and {token % 2 for token in found} == {0}
+    assert drafter.propose([*range(24)], 2) == ([], 0)  # what followed wasn't
+
+
+@pytest.mark.parametrize("number", [None, 3])
+def test_the_engine_drafts_of_the_states_of_its_own_steps(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    """In chunks, among others, after wrong drafts, and after giving way."""
+    model = load_model(folder, device="cpu")
+    flags = {"norm_output": True}
+    tensors = write_head(tmp_path, model.config, **flags)
+    seen: list[tuple[list[int], list[int]]] = []
+    propose = HeadDrafter.propose
+
+    def noted(self: HeadDrafter, tokens: list[int], most: int) -> Any:
+        drafts = propose(self, tokens, most)
+        seen.append(([*tokens], drafts[0]))
+        return drafts
+
+    sizes = {"num_pages": 20, "enable_prefix_caching": False}
+    config = replace(SMALL, **sizes, speculative=str(tmp_path))
+    config = replace(config, num_speculative_tokens=number)
+    prompts = [([n, *range(3, 9), 2 * n] * 3)[:20] for n in range(1, 7)]
+    options: Any = {"max_tokens": 14, "temperature": 0, "ignore_eos": True}
+    with LLM(folder, config, device="cpu") as llm:
+        monkeypatch.setattr(HeadDrafter, "propose", noted)  # once it was timed
+        outputs = llm.generate(prompts, **options).result()
+        stats = llm.stats()
+    assert stats.preemptions > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text = [*prompt, *output.token_ids]
+        mine = [(t, d) for t, d in seen if d and t == text[: len(t)]]
+        for tokens, drafts in mine[:: max(1, len(mine) // 4)]:
+            states = states_of(model, layers_of(model.config), tokens[:-1])
+            count = len(drafts)
+            args = tensors, flags, model.embed_tokens, states, tokens, count
+            assert drafted(*args) == drafts
+    if number is not None:  # else it may find that drafts don't pay
+        assert stats.drafts > 20
+
+
+# The engine's texts
+
+
+def test_a_heads_drafts_change_no_text(tmp_path: Path) -> None:
+    expected, _ = answers()
+    with LLM(device="cpu") as llm:
+        write_head(tmp_path, llm.config, norm_before_fc=True, norm_output=True)
+    for number in (None, 4):
+        options = {"speculative": str(tmp_path), "num_speculative_tokens": number}
+        texts, stats = answers(**options)
+        assert texts == expected
+    assert stats.draft_tokens["4"] > 100
+
+
+# Its files
+
+FLAT = {  # as SpecForge's configs
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]},
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 17280,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+    "draft_vocab_size": 32000,
+}
+NESTED = {  # as speculators'
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_config": {"algorithm": "eagle3"},
+    "norm_before_residual": True,
+    "norm_before_fc": True,
+    "draft_vocab_size": 32000,
+    "eagle_aux_hidden_state_layer_ids": [2, 12, 22],
+    "transformer_layer_config": {
+        key: FLAT[key]
+        for key in FLAT
+        if key not in ("architectures", "eagle_config", "draft_vocab_size")
+    }
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+}
+
+
+def test_both_layouts_of_files_are_read() -> None:
+    flat, nested = head_config(FLAT), head_config(NESTED)
+    # Speculators count from the layer that the states go into.
+    assert flat.layers(24) == nested.layers(24) == (1, 11, 21)
+    assert (flat.rope_theta, nested.rope_theta) == (10000.0, 500000.0)
+    assert nested.norm_before_fc and nested.norm_before_residual
+    same = {"norm_before_fc": False, "norm_before_residual": False}
+    assert replace(nested, rope_theta=1e4, **same) == flat
+    without = {k: v for k, v in FLAT.items() if k != "eagle_config"}
+    assert head_config(without).layers(36) == (1, 17, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures is"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; expected 1"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
+        ({"tree_width": 4}, "tree_width is 4; expected no such field"),
+        ({"draft_vocab_size": 300000}, "draft_vocab_size is 300000; expected at most"),
+        ({"hidden_size": None}, "hidden_size is None; expected an integer"),
+        ({"rope_scaling": {"rope_type": "magic"}}, "rope_type is 'magic'"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step is 4"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
+            r"eagle_aux_hidden_state_layer_ids is \[1, 2\]; expected three layers'",
+        ),
+    ],
+)
+def test_what_a_config_says_that_is_not_known(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        head_config(FLAT | change)
+
+
+def test_a_head_for_another_model_is_refused_at_the_door(
+    folder: Path, tiny: Model, tmp_path: Path
+) -> None:
+    def refused(message: str, path: Path = tmp_path) -> None:
+        with pytest.raises(ValueError, match=message):
+            LLM(folder, SMALL, device="cpu", speculative=str(path))
+
+    refused("speculative is .*; expected one of 'suffix', or the", tmp_path / "none")
+    write_head(tmp_path, replace(tiny.config, vocab_size=2 * tiny.config.vocab_size))
+    refused("vocab_size is .*; expected .*, the model's vocab_size")
+    write_head(tmp_path, replace(tiny.config, hidden_size=64))
+    refused("target_hidden_size is 64; expected .*, the model's hidden_size")
+    last = tiny.config.num_hidden_layers - 1
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 0, last]}
+    write_head(tmp_path, tiny.config, eagle_config=ids)
+    refused(f"layer_ids is {last}; expected a layer from 0 to {last - 1}")
+
+
+def test_tensors_that_are_wrong_are_named(tiny: Model, tmp_path: Path) -> None:
+    write_head(tmp_path, tiny.config)
+    file = tmp_path / "config.json"
+    data = json.loads(file.read_text())
+    file.write_text(json.dumps(data | {"fc_norm": True}))
+    config = read_head_config(tmp_path)
+    with pytest.raises(ValueError, match=r"fc_norm.0.weight is None; expected a tens"):
+        read_head(tmp_path, config)
+    file.write_text(json.dumps(data | {"intermediate_size": 56}))
+    with pytest.raises(ValueError, match=r"layer.mlp.gate_proj.weight's shape is"):
+        read_head(tmp_path, read_head_config(tmp_path))
+    write_head(tmp_path, tiny.config, norm_before_fc=True)
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"input_norm.weight'; expected no such ten"):
+        read_head(tmp_path, read_head_config(tmp_path))
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_head_config(tmp_path)

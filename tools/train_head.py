@@ -1,0 +1,351 @@
+"""Trains an EAGLE-3 head for a model, on what the model itself writes.
+
+    python tools/train_head.py HEAD --minutes 20 --json figures/d-head.json
+    python tools/train_head.py HEAD --model Qwen3-0.6B --prompts prompts.txt
+
+HEAD is the folder to make, in the layout of SpecForge's. The model answers questions
+greedily: those of the embedded model's training side, or the lines of a file. Then the
+head learns, from the states of three layers, to say the model's next tokens, several in
+a row as in use: what it made of one draft is what it reads for the next (EAGLE-3's
+training-time test, Li et al. 2025). At last the engine drafts with it on questions that
+are held out, and the record says what was accepted.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parent / "embedded")]
+
+import torch
+from problems import EVALUATED, draw, evaluation_set
+from records import header, parser, save
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simplellm import LLM, __version__
+from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
+from simplellm.model.eagle import as_model
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.machine import name_of
+from simplellm.model.model import Model
+from simplellm.model.offline_batch import PAGE, one_sequence
+from simplellm.model.ops import rms_norm
+from simplellm.model.rotations import rotations
+
+STEPS = 3  # drafts in a row that are learned
+DECAY = 0.8  # of the weight of each further one
+BATCH = 16
+EFFORTS = ("low", "medium", "high")
+EVALUATION = 100  # questions
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt with the model's answer, and what the model made of each token."""
+
+    tokens: Tensor  # int64 [T]
+    first: int  # of the answer's tokens
+    states: Tensor  # bfloat16 [T, 3 * hidden]
+    last: Tensor  # bfloat16 [T, hidden], what its head gets
+
+
+def questions(args: argparse.Namespace, held_out: bool) -> list[Any]:
+    """What the model is asked: a prompt, and how long to think, of each."""
+    if args.prompts is not None:
+        lines = args.prompts.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if line.strip()]
+        part = kept[-EVALUATION:] if held_out else kept[:-EVALUATION]
+        return [(line, "medium") for line in part]
+    if held_out:
+        return [(p.question, "medium") for p in evaluation_set(EVALUATION)]
+    rng, found = random.Random(args.seed), list[Any]()
+    for make in cycle(EVALUATED.values()):
+        if len(found) == args.texts:
+            return found
+        effort = rng.choices(EFFORTS, (1, 2, 1))[0]
+        found.append((draw(make, rng, evaluation=False).question, effort))
+    raise AssertionError
+
+
+def prompts(llm: LLM, asked: Sequence[Any]) -> list[list[int]]:
+    """The token ids of chats that ask so."""
+    chats = [([{"role": "user", "content": text}], effort) for text, effort in asked]
+    process = llm.input_processor.process_chat
+    return [process(chat, reasoning_effort=effort).tokens for chat, effort in chats]
+
+
+@torch.inference_mode()
+def read(model: Model, layers: Sequence[int], tokens: list[int], first: int) -> Text:
+    """Compute a text again, for the states in it."""
+    count, windows = len(tokens), model.config.windows
+    pages, seen = -(-count // PAGE), list[Tensor]()
+    pool = KVPool(model.config, pages * len(windows), PAGE, model.dtype, model.device)
+    ids = torch.tensor(tokens, device=model.device)
+    batch = one_sequence(ids, 0, pages, windows, model.device)
+    model.taps = {layer + 1: lambda x: seen.append(x.clone()) for layer in layers}
+    last = model.forward(batch, pool, ids[:1].int())
+    model.taps = {}
+    return Text(ids, first, torch.cat(seen, dim=-1).bfloat16(), last.bfloat16())
+
+
+class Student(nn.Module):
+    """A head that learns: the layer of `model.eagle`, for batches of whole texts."""
+
+    def __init__(self, config: HeadConfig, model: Model) -> None:
+        super().__init__()
+        self.config, lacking = config, may_lack(config)
+        self.embed, head = model.embed_tokens.float(), model.lm_head
+        plain = head if isinstance(head, Tensor) else head.dequantize(torch.float32)
+        self.lm_head = plain.float()
+        self.cos, self.sin = rotations(as_model(config, 8192), model.device)
+        weights = {}
+        for name, shape in head_shapes(config).items():
+            if name not in lacking:
+                one = torch.ones(shape) if "norm" in name else torch.empty(shape)
+                if len(shape) > 1:
+                    nn.init.normal_(one, std=shape[1] ** -0.5)
+                weights[name.replace(".", "/")] = nn.Parameter(one.to(model.device))
+        for name in ("self_attn.o_proj", "mlp.down_proj"):  # it begins as fc alone
+            nn.init.zeros_(weights[f"layer.{name}.weight".replace(".", "/")])
+        self.weights = nn.ParameterDict(weights)
+
+    def take(self, name: str) -> Tensor:
+        found: Tensor = self.weights[name.replace(".", "/")]
+        return found
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, self.take(f"{name}.weight"), self.config.rms_norm_eps)
+
+    def heads(self, x: Tensor, name: str, shift: int | None) -> Tensor:
+        """One projection as heads [B, heads, T, D], rotated if ``shift`` is given."""
+        x = x @ self.take(f"layer.self_attn.{name}_proj.weight").T
+        x = x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        if shift is not None:
+            where = slice(shift, shift + x.shape[2])
+            cos, sin = self.cos[where], self.sin[where]
+            a, b = x.chunk(2, dim=-1)
+            x = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        groups = self.config.num_attention_heads // x.shape[1]
+        return x.repeat_interleave(groups, dim=1)
+
+    def forward(self, states: Tensor, tokens: Tensor) -> Iterator[Tensor]:
+        """The logits [B, T, V] after each of STEPS drafts.
+
+        states [B, T, 3 * hidden], tokens [B, T + STEPS]: row t of draft j reads token
+        t + 1 + j, and its logits are for the one after that.
+        """
+        config, count = self.config, states.shape[1]
+        if config.norm_before_fc:
+            states = self.norm(states, "input_norm")
+        x = states @ self.take("fc.weight").T
+        later = torch.ones(count, count, dtype=torch.bool, device=x.device).triu(1)
+        keys, values = list[Tensor](), list[Tensor]()
+        for step in range(STEPS):
+            ids = tokens[:, 1 + step : 1 + step + count]
+            embedded = self.norm(self.embed[ids], "layer.input_layernorm")
+            h = self.norm(x, "layer.hidden_norm")
+            both = torch.cat([embedded, h], dim=-1)
+            q = self.heads(both, "q", step)
+            keys.append(self.heads(both, "k", step))
+            values.append(self.heads(both, "v", None))
+            scores = (q @ keys[0].mT).masked_fill(later, -torch.inf)
+            own = [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
+            shares = torch.cat([scores, *own], dim=-1) * config.head_dim**-0.5
+            shares = shares.softmax(-1)
+            out = shares[..., :count] @ values[0]
+            for number, value in enumerate(values[1:]):
+                out = out + shares[..., count + number, None] * value
+            out = out.transpose(1, 2).flatten(2)
+            x = x + out @ self.take("layer.self_attn.o_proj.weight").T
+            h = self.norm(x, "layer.post_attention_layernorm")
+            gate = h @ self.take("layer.mlp.gate_proj.weight").T
+            up = h @ self.take("layer.mlp.up_proj.weight").T
+            down = self.take("layer.mlp.down_proj.weight")
+            x = x + (functional.silu(gate) * up) @ down.T
+            normed = self.norm(x, "norm")
+            yield normed @ self.lm_head.T
+            x = normed if config.norm_output else x
+
+
+def loss_of(student: Student, texts: Sequence[Text]) -> tuple[Tensor, list[float]]:
+    """The loss of a batch, and the share of right drafts at each place."""
+    longest = max(len(text.tokens) for text in texts)
+    shape = len(texts), longest + STEPS + 1
+    tokens = texts[0].tokens.new_zeros(shape)
+    wanted = torch.zeros(shape, dtype=torch.bool, device=tokens.device)
+    width = student.lm_head.shape[1]
+    last = torch.zeros(*shape, width, device=tokens.device)
+    states = torch.zeros(shape[0], longest, texts[0].states.shape[1])
+    states = states.to(tokens.device)
+    for row, text in enumerate(texts):
+        size = len(text.tokens)
+        tokens[row, :size], wanted[row, text.first + 1 : size] = text.tokens, True
+        states[row, :size], last[row, :size] = text.states.float(), text.last.float()
+    total, rights = torch.zeros((), device=tokens.device), []
+    for step, logits in enumerate(student(states, tokens)):
+        place = slice(2 + step, 2 + step + longest - 1)
+        mask = wanted[:, place]
+        before = last[:, 1 + step : step + longest][mask]  # which says the token
+        target = before @ student.lm_head.T
+        ours = logits[:, : longest - 1][mask]
+        total = total + DECAY**step * functional.cross_entropy(ours, target.softmax(-1))
+        rights.append((ours.argmax(-1) == target.argmax(-1)).float().mean().item())
+    return total, rights
+
+
+def train(student: Student, texts: list[Text], args: argparse.Namespace) -> int:
+    """Learn for as long as ``args`` say; how many batches that were."""
+    some = sorted(texts, key=lambda text: len(text.tokens))  # little padding
+    batches = [some[n : n + BATCH] for n in range(0, len(some), BATCH)]
+    rng, count = random.Random(args.seed), 0
+    optimizer = torch.optim.AdamW(
+        student.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
+    began = time.monotonic()
+    while (spent := (time.monotonic() - began) / (60 * args.minutes)) < 1:
+        if count % len(batches) == 0:
+            rng.shuffle(batches)
+        warm = min(1.0, (count + 1) / 100)
+        for group in optimizer.param_groups:
+            group["lr"] = args.rate * warm * max(1 - spent, 0.02)
+        loss, rights = loss_of(student, batches[count % len(batches)])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        if count % 50 == 0:
+            places = " ".join(f"{right:.3f}" for right in rights)
+            print(f"{spent:6.1%} {count:6} loss {loss:.3f} right {places}", flush=True)
+        count += 1
+    return count
+
+
+def write(student: Student, folder: Path) -> None:
+    """The folder of the head that ``student`` is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = asdict(student.config)
+    layers = config.pop("layer_ids")
+    config = {k: v for k, v in config.items() if v is not None and v is not False}
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(layers),
+            "use_aux_hidden_state": True,
+        },
+    }
+    text = json.dumps(dict(sorted(config.items())), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    tensors = {
+        name.replace("/", ".").replace("layer.", "midlayer.", 1)
+        if name.startswith("layer")
+        else name.replace("/", "."): weight.detach().bfloat16().cpu().contiguous()
+        for name, weight in student.weights.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_texts(args: argparse.Namespace, layers: Sequence[int]) -> list[Text]:
+    """Answers of the model to questions that aren't held out."""
+    with LLM(args.model, device=args.device) as llm:
+        asked = prompts(llm, questions(args, held_out=False))
+        options: Any = {"temperature": 0, "max_tokens": args.max_tokens}
+        began = time.monotonic()
+        outputs = llm.generate(asked, **options).result()
+        spent = time.monotonic() - began
+        written = sum(len(output.token_ids) for output in outputs)
+        print(f"{written} tokens written, {written / spent:.0f} a second", flush=True)
+        return [
+            read(llm.model, layers, [*prompt, *output.token_ids], len(prompt))
+            for prompt, output in zip(asked, outputs, strict=True)
+        ]
+
+
+def accepted(args: argparse.Namespace) -> dict[str, Any]:
+    """What the engine accepts of the head's drafts on held-out questions."""
+    options: Any = {"speculative": str(args.head), "num_speculative_tokens": STEPS}
+    with LLM(args.model, device=args.device, **options) as llm:
+        asked = prompts(llm, questions(args, held_out=True))
+        limits: Any = {"temperature": 0, "max_tokens": args.max_tokens}
+        llm.generate(asked, **limits).result()
+        stats = llm.stats()
+    right = sum(stats.accepted_tokens.values())
+    rates = [
+        stats.accepted_tokens.get(place, 0) / count
+        for place, count in stats.draft_tokens.items()
+    ]
+    return {
+        "questions": len(asked),
+        "checked": stats.drafts,
+        "acceptance_length": 1 + right / stats.drafts,
+        "right_by_place": rates,
+    }
+
+
+def main() -> None:
+    asked = parser(__doc__)
+    asked.add_argument("head", type=Path, help="the folder to make")
+    asked.add_argument("--model", help="default: the embedded model")
+    asked.add_argument("--prompts", type=Path, help="a question in each line")
+    asked.add_argument("--texts", type=int, default=3000)
+    asked.add_argument("--max-tokens", type=int, default=200)
+    asked.add_argument("--minutes", type=float, default=20)
+    asked.add_argument("--rate", type=float, default=2e-3)
+    asked.add_argument("--layers", default="", help="three, as in 1,3,4")
+    asked.add_argument("--heads", type=int, help="of attention, half as many of keys")
+    asked.add_argument("--head-dim", type=int)
+    asked.add_argument("--intermediate-size", type=int)
+    asked.add_argument("--device")
+    asked.add_argument("--seed", type=int, default=0)
+    args = asked.parse_args()
+    torch.manual_seed(args.seed)
+    with LLM(args.model, device=args.device, max_model_len=64) as llm:
+        model, device = llm.model, name_of(llm.model.device)
+    target, count = model.config, model.config.num_hidden_layers
+    layers = tuple(map(int, args.layers.split(","))) if args.layers else None
+    config = HeadConfig(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=args.intermediate_size or 4 * target.hidden_size,
+        num_attention_heads=args.heads or target.num_attention_heads,
+        num_key_value_heads=(args.heads or 2 * target.num_key_value_heads) // 2,
+        head_dim=args.head_dim or target.head_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+        layer_ids=layers or (1, count // 2 - 1, count - 4),
+        norm_before_fc=True,
+        norm_output=True,
+    )
+    config.check_fits(target)
+    began = time.monotonic()
+    texts = make_texts(args, config.layers(count))
+    student = Student(config, model)
+    numbers = sum(weight.numel() for weight in student.parameters())
+    print(f"{len(texts)} texts; a head of {numbers:,} numbers", flush=True)
+    batches = train(student, texts, args)
+    write(student, args.head)
+    record = header() | {"device": device, "simplellm": __version__}
+    record |= {"texts": len(texts), "batches": batches, "numbers": numbers}
+    record |= {"seconds": round(time.monotonic() - began, 1), "drafts": STEPS}
+    save(record, args.json)
+    found = accepted(args)
+    print(json.dumps(found, indent=1))
+    save(record | found, args.json)
+
+
+if __name__ == "__main__":
+    main()
