@@ -18,7 +18,7 @@ from simplellm.api.load import load_model
 from simplellm.base.config import ConfigError
 from simplellm.checkpoint.eagle import head_config, read_head, read_head_config
 from simplellm.engine.head_drafter import HeadDrafter
-from simplellm.model.eagle import build_head
+from simplellm.model.eagle import build_head, tapped
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.offline_batch import PAGE, one_sequence
@@ -45,7 +45,7 @@ def states_of(model: Model, layers: Sequence[int], tokens: Sequence[int]) -> Ten
     seen: dict[int, Tensor] = {}
     taps = {n + 1: lambda x, n=n: seen.setdefault(n, x.clone()) for n in layers}
     with torch.inference_mode():
-        replace(model, taps=taps).forward(batch, pool, batch.tokens[:1])
+        replace(model, ops=tapped(model, taps)).forward(batch, pool, batch.tokens[:1])
     return torch.cat([seen[n] for n in layers], dim=-1)
 
 
@@ -77,9 +77,9 @@ def test_drafts_are_those_of_a_text_computed_at_once(
         drafter.observe(known - 1, torch.cat([states[known - 1 :][:sure], wrong]))
     # It gave way, and is computed again.
     drafter.observe(0, states[:276])
-    found, _ = drafter.propose(tokens[:277], 3)
     rows = states[:276]
-    assert found == drafted(tensors, flags, tiny.embed_tokens, rows, tokens[:277], 3)
+    again = drafted(tensors, flags, tiny.embed_tokens, rows, tokens[:277], 3)
+    assert drafter.propose(tokens[:277], 3) == (again, 0)
 
 
 def test_a_text_that_begins_in_a_cache_is_known_from_there_on(
@@ -236,6 +236,8 @@ def test_a_head_for_another_model_is_refused_at_the_door(
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 0, last]}
     write_head(tmp_path, tiny.config, eagle_config=ids)
     refused(f"layer_ids is {last}; expected a layer from 0 to {last - 1}")
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2; expected 1 besi"):
+        LLM(folder, device="cpu", speculative=str(tmp_path), tensor_parallel_size=2)
 
 
 def test_tensors_that_are_wrong_are_named(tiny: Model, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ from torch.nn import functional
 
 from simplellm import LLM, __version__
 from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
-from simplellm.model.eagle import as_model
+from simplellm.checkpoint.int4 import Int4
+from simplellm.model.eagle import as_model, tapped
 from simplellm.model.kv_pool import KVPool
-from simplellm.model.machine import name_of
+from simplellm.model.machine import find_device, name_of
 from simplellm.model.model import Model
 from simplellm.model.offline_batch import PAGE, one_sequence
 from simplellm.model.ops import rms_norm
@@ -83,6 +84,13 @@ def prompts(llm: LLM, asked: Sequence[Any]) -> list[list[int]]:
     return [process(chat, reasoning_effort=effort).tokens for chat, effort in chats]
 
 
+def opened(args: argparse.Namespace, **options: Any) -> LLM:
+    """The model, exact on a CPU: there a file of few bits would stay packed."""
+    device = find_device(args.device)
+    dtype = "float32" if device.type == "cpu" else None
+    return LLM(args.model, device=device, dtype=dtype, **options)
+
+
 @torch.inference_mode()
 def read(model: Model, layers: Sequence[int], tokens: list[int], first: int) -> Text:
     """Compute a text again, for the states in it."""
@@ -91,9 +99,9 @@ def read(model: Model, layers: Sequence[int], tokens: list[int], first: int) -> 
     pool = KVPool(model.config, pages * len(windows), PAGE, model.dtype, model.device)
     ids = torch.tensor(tokens, device=model.device)
     batch = one_sequence(ids, 0, pages, windows, model.device)
-    model.taps = {layer + 1: lambda x: seen.append(x.clone()) for layer in layers}
-    last = model.forward(batch, pool, ids[:1].int())
-    model.taps = {}
+    taps = {layer + 1: lambda x: seen.append(x.clone()) for layer in layers}
+    tapping = replace(model, ops=tapped(model, taps))
+    last = tapping.forward(batch, pool, ids[:1].int())
     return Text(ids, first, torch.cat(seen, dim=-1).bfloat16(), last.bfloat16())
 
 
@@ -104,6 +112,8 @@ class Student(nn.Module):
         super().__init__()
         self.config, lacking = config, may_lack(config)
         self.embed, head = model.embed_tokens.float(), model.lm_head
+        if isinstance(head, Int4):
+            raise ValueError("the model's head is packed; expected dtype float32")
         plain = head if isinstance(head, Tensor) else head.dequantize(torch.float32)
         self.lm_head = plain.float()
         self.cos, self.sin = rotations(as_model(config, 8192), model.device)
@@ -259,7 +269,7 @@ def write(student: Student, folder: Path) -> None:
 
 def make_texts(args: argparse.Namespace, layers: Sequence[int]) -> list[Text]:
     """Answers of the model to questions that aren't held out."""
-    with LLM(args.model, device=args.device) as llm:
+    with opened(args) as llm:
         asked = prompts(llm, questions(args, held_out=False))
         options: Any = {"temperature": 0, "max_tokens": args.max_tokens}
         began = time.monotonic()
@@ -276,7 +286,7 @@ def make_texts(args: argparse.Namespace, layers: Sequence[int]) -> list[Text]:
 def accepted(args: argparse.Namespace) -> dict[str, Any]:
     """What the engine accepts of the head's drafts on held-out questions."""
     options: Any = {"speculative": str(args.head), "num_speculative_tokens": STEPS}
-    with LLM(args.model, device=args.device, **options) as llm:
+    with opened(args, **options) as llm:
         asked = prompts(llm, questions(args, held_out=True))
         limits: Any = {"temperature": 0, "max_tokens": args.max_tokens}
         llm.generate(asked, **limits).result()
@@ -311,7 +321,7 @@ def main() -> None:
     asked.add_argument("--seed", type=int, default=0)
     args = asked.parse_args()
     torch.manual_seed(args.seed)
-    with LLM(args.model, device=args.device, max_model_len=64) as llm:
+    with opened(args, max_model_len=64) as llm:
         model, device = llm.model, name_of(llm.model.device)
     target, count = model.config, model.config.num_hidden_layers
     layers = tuple(map(int, args.layers.split(","))) if args.layers else None

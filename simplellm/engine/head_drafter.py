@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from simplellm.model.eagle import Head, HeadCache
+from simplellm.model.eagle import Head, HeadCache, tapped
 from simplellm.model.model import Model
 
 
@@ -17,9 +17,9 @@ class Taps:
         width = model.config.hidden_size
         self.states = model.embed_tokens.new_zeros(most, len(layers) * width)
         parts = [*zip(layers, self.states.split(width, dim=1), strict=True)]
-        for layer in {*layers}:
-            own = [part for other, part in parts if other == layer]
-            model.taps[layer + 1] = partial(self.put, own)
+        own = {layer: [part for n, part in parts if n == layer] for layer in {*layers}}
+        taps = {layer + 1: partial(self.put, some) for layer, some in own.items()}
+        model.ops = tapped(model, taps)
 
     @staticmethod
     def put(parts: Sequence[Tensor], x: Tensor) -> None:

@@ -7,8 +7,9 @@ each further one it's what the head itself made of the draft before.
 T tokens, H hidden, S positions, K kv heads, D head_dim.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from simplellm.model.attention import attention
 from simplellm.model.feed_forward import dense, linear
 from simplellm.model.layers import Dense
 from simplellm.model.model import Model
-from simplellm.model.ops import rms_norm
+from simplellm.model.ops import Ops, rms_norm
 from simplellm.model.rope import rotate
 from simplellm.model.rotations import rotations
 
@@ -112,6 +113,25 @@ class Head:
         """The likeliest token after each: normed [T, H] -> int64 [T]."""
         best = linear(normed, self.lm_head).argmax(-1)
         return best if self.target_ids is None else self.target_ids[best]
+
+
+def tapped(model: Model, taps: Mapping[int, Callable[[Tensor], object]]) -> Ops:
+    """The model's operations, which give each tap what its layer gets: [T, hidden].
+
+    The forward pass stays as it is: the norm that a layer begins with sees its input.
+    """
+    norms = {id(model.layers[index].attn_norm): tap for index, tap in taps.items()}
+    plain = model.ops.add_norm
+
+    def add_norm(
+        residual: Tensor, update: Tensor | None, norm: Any, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x, h = plain(residual, update, norm, eps)
+        if (tap := norms.get(id(norm))) is not None:
+            tap(x)
+        return x, h
+
+    return replace(model.ops, add_norm=add_norm)
 
 
 def build_head(config: HeadConfig, weights: Mapping[str, Tensor], model: Model) -> Head:

@@ -4,7 +4,7 @@ T packed tokens, S of them sampling, V vocabulary, D head_dim.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ class Model:
     lm_head: Weight  # [V, hidden]
     # What a family does with the embedded tokens [T, hidden], given their positions.
     embed_transform: Callable[[Tensor, Tensor], Tensor] = lambda x, positions: x
-    # By layer, what is given the states [T, hidden] that it gets: a drafter reads them.
-    taps: dict[int, Callable[[Tensor], object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device, self.dtype = self.embed_tokens.device, self.embed_tokens.dtype
@@ -53,8 +51,6 @@ class Model:
             attn, group = layer.attn, batch.groups[pool.groups[index]]
             keys, values = pool.keys[index], pool.values[index]
             x, h = ops.add_norm(x, update, layer.attn_norm, eps)
-            if (tap := self.taps.get(index)) is not None:
-                tap(x)
             qkv = ops.project(h, attn.qkv, None)  # [T, (H+2K)*D], or in parts
             q = ops.rope_and_cache(
                 qkv, attn, batch.positions, keys, values, group.slots
