@@ -152,7 +152,7 @@ class BaseReply:
             self.logprobs += (scores or ())[:count]
         self.cached_tokens, self.preemptions = event.cached_tokens, event.preemptions
         self.first_scheduled_time = event.first_scheduled_time
-        self.draft_counts = event.draft_counts
+        self.draft_counts = event.draft_counts or ()
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = self.with_text(event.prompt_logprobs)
         now = event.time or time.monotonic()

@@ -132,4 +132,4 @@ class Event(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     preemptions: int = 0  # so far
     first_scheduled_time: float | None = None  # `Request.first_scheduled_time`
-    draft_counts: Sequence[Sequence[int]] = ()  # `Request.draft_counts`
+    draft_counts: Sequence[Sequence[int]] | None = None  # `Request.draft_counts`

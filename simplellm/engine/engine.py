@@ -115,7 +115,7 @@ class Engine(EngineBase):
             prompt_logprobs=scores,
             preemptions=request.preemptions,
             first_scheduled_time=request.first_scheduled_time,
-            draft_counts=request.draft_counts,
+            draft_counts=request.draft_counts or None,
         )
         self.events.put(event)
 
