@@ -88,7 +88,7 @@ def crossed(content: Any) -> Any:
     return found
 
 
-SAME = "number index seed stop_ids prompt_logprobs restricted".split()
+SAME = "request_id index seed stop_ids prompt_logprobs restricted".split()
 
 
 def test_a_request_arrives_as_it_was() -> None:
