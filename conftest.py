@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 # Triton is there on Linux only.
-NEED_TRITON = {"11-triton-fusions.md", "12-full-speed.md"}
+NEED_TRITON = {"11-triton-fusions.md", "12-full-speed.md", "e-several-gpus.md"}
 SKIPPED = set() if find_spec("triton") else NEED_TRITON
 
 

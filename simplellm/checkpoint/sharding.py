@@ -23,6 +23,7 @@ from simplellm.checkpoint.int4 import Int4
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
 from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names, tensor_shapes
 from simplellm.checkpoint.scaled import Scaled, join, round_tiles
+from simplellm.checkpoint.slices import part_of, sliced
 from simplellm.checkpoint.source import Source, TensorInfo
 from simplellm.checkpoint.stored import in_one
 
@@ -41,9 +42,7 @@ class Shard:
 
     def part(self, total: int, unit: int = 1) -> range:
         """This rank's of ``total`` rows or columns, in whole units but for the last."""
-        units = -(-total // unit)
-        start, stop = (units * n // self.size for n in (self.rank, self.rank + 1))
-        return range(start * unit, min(stop * unit, total))
+        return part_of(total, self.rank, self.size, unit)
 
     def vocabulary(self, config: ModelConfig) -> range:
         """The tokens whose rows of embedding and head this rank has."""
@@ -136,14 +135,9 @@ def narrowed(weight: StoredWeight, axis: int, part: range) -> StoredWeight:
     Of an ordinary tensor any axis. Columns of packed weights are whole blocks; where
     rows end within a tile, all tiles are cut lower, so that each row keeps its scale.
     """
+    if not isinstance(weight, Scaled):
+        return sliced(weight, axis, part)
     start, stop, size = part.start, part.stop, len(part)
-    if isinstance(weight, Tensor):
-        return weight.narrow(axis, start, size)
-    if isinstance(weight, MXFP4):
-        if axis == -1:
-            start, size = start // BLOCK, size // BLOCK
-        blocks = weight.blocks.narrow(axis - 1, start, size)
-        return MXFP4(blocks, weight.scales.narrow(axis, start, size))
     values, (rows, columns) = weight.values.narrow(axis, start, size), weight.tile
     scales, (height, width) = weight.scales, weight.shape[-2:]
     if axis == -2:

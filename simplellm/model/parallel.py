@@ -9,7 +9,6 @@ ranks know it.
 T packed tokens, S rows of logits, V vocabulary, W of its tokens on this rank, R ranks.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -21,11 +20,9 @@ from torch import Tensor
 from simplellm.base.noise import gumbel_noise
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.model.ops import Ops
+from simplellm.model.sharded_choice import pack_keys, reach, token_of
 from simplellm.sampling.filters import LAST, STEPS, WEIGHT, Filters
 from simplellm.sampling.penalties import TokenCounts
-
-BIN_BITS = 12  # a depth's 24 bits are found in two rounds of so many
-LARGEST_TOKEN = 2**31 - 1
 
 
 class Group:
@@ -82,17 +79,6 @@ class Group:
         self.gloo.broadcast([x], options).wait()
 
 
-def pack_keys(values: Tensor, tokens: Tensor) -> Tensor:
-    """int64 keys that sort as (value, then lower token first); NaN above all numbers.
-
-    ``values`` are float32, ``tokens`` int64. As in `kernels/argmax_keys.py`.
-    """
-    bits = (values + 0.0).view(torch.int32).long()  # -0 ties with 0
-    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    bits = torch.where(values.isnan(), 0x7FFFFFFF, bits)
-    return (bits << 32) | (LARGEST_TOKEN - tokens)
-
-
 @dataclass(frozen=True)
 class VocabularyShard:
     """The operations that look at the vocabulary, of which a rank has ``tokens``.
@@ -144,37 +130,14 @@ class VocabularyShard:
         keep = scores >= min_p.log()
         if filters.some_top_k:
             ones = torch.ones_like(depths, dtype=torch.int64)
-            keep &= depths <= self._reach(depths, ones, lambda total: top_k.double())
+            enough = top_k.double()
+            keep &= depths <= reach(depths, ones, lambda _: enough, self.group.sum)
         if filters.some_top_p:
             weights = (scores.exp() * WEIGHT).long() * keep
-            last = self._reach(depths, weights, lambda total: top_p.double() * total)
+            share = top_p.double()
+            last = reach(depths, weights, lambda all_: share * all_, self.group.sum)
             keep &= (depths <= last) | (top_p >= 1)
         return scores.masked_fill(~keep, -torch.inf)
-
-    def _reach(
-        self, depths: Tensor, weights: Tensor, needed: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """The least depth, int64 [S, 1], down to which the weights are enough.
-
-        ``needed`` of their total, float64 [S, 1]. Found in two rounds: in which of
-        4,096 bins, and where in that.
-        """
-        bins = (depths >> BIN_BITS).long()
-        sums = self._tally(bins, weights)
-        enough = needed(sums[:, -1:].double())
-        chosen = self._first(sums.double() >= enough)
-        before = sums.gather(1, (chosen - 1).clamp(min=0)) * (chosen > 0)
-        inside = weights * (bins == chosen)
-        sums = before + self._tally((depths & (2**BIN_BITS - 1)).long(), inside)
-        return (chosen << BIN_BITS) | self._first(sums.double() >= enough)
-
-    def _tally(self, bins: Tensor, weights: Tensor) -> Tensor:
-        """What all ranks' weights in a bin and those before it add up to."""
-        tallies = weights.new_zeros(len(bins), 2**BIN_BITS)
-        return self.group.sum(tallies.scatter_add_(1, bins, weights)).cumsum(1)
-
-    def _first(self, enough: Tensor) -> Tensor:
-        return enough.int().argmax(1, keepdim=True)
 
     def score(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
         """`score` of logits [S, W]; of the likeliest, each rank offers its own."""
@@ -216,7 +179,7 @@ class VocabularyShard:
         places = places.long()
         numbers = values.gather(1, places[:, None])[:, 0]
         keys = self.group.max(pack_keys(numbers, places + self.tokens.start))
-        return (LARGEST_TOKEN - (keys & LARGEST_TOKEN)).int()
+        return token_of(keys)
 
 
 def parallel(ops: Ops, group: Group, tokens: range, vocab_size: int) -> Ops:
