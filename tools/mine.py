@@ -55,6 +55,8 @@ from cells import Cell
 
 HIGH: dict[str, Any] = {"reasoning_effort": "high"}  # for the embedded model
 SHORT: dict[str, Any] = {"temperature": 0, "max_tokens": 12}  # for any other
+# What only several ranks call.
+SHARDED = {"simplellm.checkpoint.slices", "simplellm.model.sharded_choice"}
 SHOWN = 3  # answers
 MARK = ".built"  # in a copy of the package: nothing in it is the reader's only one
 
@@ -341,13 +343,19 @@ def answer(
     kernels = any(blank.is_kernel for blank in blanks)
     # NumPy's and Triton's operations are other functions than the chapters' plain ones.
     config = EngineConfig(operations="auto" if kernels else "plain")
-    if any(blank.module == "simplellm.engine.drafts" for blank in blanks):
+    modules = {blank.module for blank in blanks}
+    if "simplellm.engine.drafts" in modules:
         config = config.changed({"speculative": "suffix"})
+    options = HIGH if model is None else SHORT
+    device = None
+    if modules & SHARDED and not kernels:
+        config, device = config.changed({"tensor_parallel_size": 2}), "cpu"
+        options = options | {"top_p": 0.95} if model is None else options
     threading.setprofile(count)
     sys.setprofile(count)
-    with LLM(model, config) as llm:
+    with LLM(model, config, device=device) as llm:
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        found = llm.chat(chats, **(HIGH if model is None else SHORT))
+        found = llm.chat(chats, **options)
     sys.setprofile(None)
     threading.setprofile(None)
     return [one.choices[0].content or "" for one in found], calls

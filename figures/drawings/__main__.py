@@ -23,6 +23,7 @@ ROOMS = (
     "serving",
     "structured",
     "models",
+    "ranks",
 )
 
 

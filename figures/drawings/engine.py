@@ -39,6 +39,7 @@ APPENDICES = {
     "B": "the grammar",
     "C": "other models",
     "D": "drafts",
+    "E": "several GPUs",
 }
 COLOR: dict[int | str, str] = {
     **dict.fromkeys((1, 9), BLUE),
@@ -46,7 +47,7 @@ COLOR: dict[int | str, str] = {
     **dict.fromkeys((4, 5, 6), VERMILION),
     **dict.fromkeys((7, 8), GREEN),
     **dict.fromkeys((10, 11, 12), PURPLE),
-    **dict.fromkeys(("A", "B", "C", "D"), SKY),
+    **dict.fromkeys(("A", "B", "C", "D", "E"), SKY),
 }
 FADED = "#66727f"
 DIM = "#98a3ae"  # badges of faded parts
@@ -209,6 +210,10 @@ def engine(chapter: int | str | None = None) -> Drawing:
     if chapter == "D":
         drafts = d.part("D", 24, 224, 144, 48, "Drafts", "guessed tokens")
         d.arrow((96, drafts.y), (96, scheduler.bottom))
+
+    if chapter == "E":
+        ranks = d.part("E", 24, 521, 144, 48, "Several GPUs", "a shard each")
+        d.arrow((ranks.right, ranks.cy), (model.x, ranks.cy))
 
     # Keys and values on the right.
     pages = d.part(8, 516, 314, 116, 60, "Pages", "who holds", "which ones")
