@@ -213,6 +213,7 @@ def run(
         done = subprocess.run(
             [sys.executable, str(HERE / "mine.py"), *given],
             env=environment(folder),
+            cwd=folder,  # where other ranks look first
             capture_output=True,
             text=True,
         )

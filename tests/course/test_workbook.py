@@ -300,6 +300,25 @@ def test_a_notebook_asks_the_engine_with_its_functions(
     assert "132" in said and "calls of ours: MXFP4.dequantize " in said
 
 
+def test_two_ranks_run_the_readers_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of the processes notes that its engine's is the reader's."""
+    kept = next(b.kept for b in BLANKS if b.name == "part_of")
+    note = f"Path({str(tmp_path)!r}, str(os.getpid())).touch()"
+    own = kept.replace("    units =", f"    {note}\n    units =")
+    imports = "import os\nfrom pathlib import Path\n"
+    cells_of_it = imports, f"#| blank part_of\n{own}", 'check("part_of", part_of)\n'
+    names: dict[str, Any] = {"In": [*cells_of_it]}
+    for number, source in enumerate(cells_of_it[:2]):
+        blanks.run(source, f"cell {number}", names)
+    mine.ask_here(names, [PROMPT])
+    said = capsys.readouterr().out
+    assert "yours, in the engine: part_of\n" in said
+    assert "132" in said and "calls of yours: part_of " in said
+    assert len([*tmp_path.iterdir()]) == 2
+
+
 def test_a_notebook_without_a_real_model_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
