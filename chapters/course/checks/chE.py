@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from math import comb
+from typing import Any
 
 import torch
 import triton
@@ -94,28 +95,28 @@ def check_sliced(sliced):
             )
     for shape in ((12, 96), (3, 12, 96)):
         numbers = torch.randn(shape, generator=generator)
-        weight = quantize(numbers * torch.logspace(-3, 3, 12)[:, None])
+        stored = quantize(numbers * torch.logspace(-3, 3, 12)[:, None])
         for axis, part in ((-1, range(32, 96)), (-1, range(32)), (-2, range(3, 10))):
             try:
-                found = sliced(weight, axis, part)
+                packed = sliced(stored, axis, part)
             except (RuntimeError, IndexError, ValueError) as error:
                 blocks = "inputs of MXFP4 are counted in blocks of 32: "
                 told = f"MXFP4 {list(shape)}, axis {axis}, {part}: "
                 raise AssertionError(told + blocks + str(error)) from None
             told = f"MXFP4 {list(shape)}, axis {axis}, {part}"
-            assert isinstance(found, MXFP4), f"{told}: it stays packed, an MXFP4"
-            expected = weight.dequantize(torch.float32)
+            assert isinstance(packed, MXFP4), f"{told}: it stays packed, an MXFP4"
+            expected = stored.dequantize(torch.float32)
             expected = expected.index_select(axis, torch.tensor(part))
-            assert found.shape == tuple(expected.shape), (
+            assert packed.shape == tuple(expected.shape), (
                 f"{told}: expected a weight {list(expected.shape)}, got "
-                f"{list(found.shape)}; inputs are counted in blocks of 32"
+                f"{list(packed.shape)}; inputs are counted in blocks of 32"
             )
-            assert torch.equal(found.dequantize(torch.float32), expected), (
+            assert torch.equal(packed.dequantize(torch.float32), expected), (
                 f"{told}: these are other numbers; blocks and scales have to be cut on "
                 "the same rows and columns"
             )
-            both = same_memory(found.blocks, weight.blocks)
-            assert both and same_memory(found.scales, weight.scales), (
+            both = same_memory(packed.blocks, stored.blocks)
+            assert both and same_memory(packed.scales, stored.scales), (
                 f"{told}: yours is a copy; a view costs nothing"
             )
 
@@ -312,7 +313,7 @@ class Meeting:
     def __init__(self, size):
         self.size, self.calls, self.largest = size, 0, 0
         self.barrier = threading.Barrier(size, timeout=5)
-        self.given = [None] * size
+        self.given: list[Any] = [None] * size
 
     def of(self, rank):
         def add_up(x):
