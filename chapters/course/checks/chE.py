@@ -216,13 +216,14 @@ def check_one_shot_kernel(kernel):
             right = torch.allclose(found, expected[call], atol=1e-5)
             assert right or not call, (
                 told
-                + "the first call was right, and these aren't this call's numbers: "
-                "a flag of an earlier call is still raised, so wait until it is at "
-                "least this call's"
+                + "the first call was right, and these aren't this call's numbers. "
+                "Flags of earlier calls are still raised: wait until one is at least "
+                "this call's, and announce once yours are stored"
             )
             assert not found.isnan().all(), (
                 told + "nothing was stored in out, or numbers were read that nobody "
-                "had put there: wait for a rank's flag before you load from its buffer"
+                "had put there: wait for a rank's flag before you load from its buffer, "
+                "and announce once yours are stored"
             )
             assert not torch.equal(found, numbers[rank, call]), (
                 told + "out has this rank's numbers alone"
@@ -233,7 +234,7 @@ def check_one_shot_kernel(kernel):
             )
     outs = summed(kernel, numbers[:, :1], {}, slow=0)
     assert torch.allclose(outs[1, 0], expected[0], atol=1e-5), (
-        "rank 1 has read rank 0's buffer too early: announce only after the store"
+        "rank 1 has read rank 0's buffer too early: announce once yours are stored"
     )
     # The order matters: 1e8 - 1e8 + 1 isn't 1e8 + 1 - 1e8 in float32.
     numbers = torch.randn(3, 1, 200, generator=generator)

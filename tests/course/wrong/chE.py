@@ -138,7 +138,7 @@ def does_not_wait(
     tl.store(out_ptr + places, total, inside)
 
 
-@wrong("one_shot_kernel", "a flag of an earlier call")
+@wrong("one_shot_kernel", "at least this call's")
 @triton.jit
 def takes_any_raised_flag(
     x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
@@ -157,7 +157,7 @@ def takes_any_raised_flag(
     tl.store(out_ptr + places, total, inside)
 
 
-@wrong("one_shot_kernel", "announce only after the store")
+@wrong("one_shot_kernel", "announce once yours are stored")
 @triton.jit
 def announces_before_it_stores(
     x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
@@ -396,6 +396,6 @@ def prefers_shards_in_a_hurry(one, two, requests, limit):
     return "shards" if limit < 12 else min(steps, key=steps.get)
 
 
-@wrong("E.2", "their step is shorter")
+@wrong("E.2", "the larger replica has two")
 def wants_twice_the_speed(one, two, requests, limit):
     return "shards" if two(requests) < one(requests) / 2 else "replicas"
