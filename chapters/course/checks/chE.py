@@ -222,7 +222,7 @@ def check_one_shot_kernel(kernel):
             )
             assert not found.isnan().all(), (
                 told + "nothing was stored in out, or numbers were read that nobody "
-                "had put there: wait for a rank's flag before you load from its buffer, "
+                "had put there: wait for a rank's flag before you load from it, "
                 "and announce once yours are stored"
             )
             assert not torch.equal(found, numbers[rank, call]), (
