@@ -33,7 +33,7 @@ class Name(NamedTuple):
 
 # Attention is split by its heads (of QKV each part for itself), experts by their
 # intermediate columns: of experts dealt out whole, two devices' busier one would have
-# 2.75 of the 4 chosen on average. After `o` and after the experts what the devices have
+# 2.74 of the 4 chosen on average. After `o` and after the experts what the devices have
 # is added up; a bias that is not split belongs to that sum once (sharding.py).
 # fmt: off
 NAMES = (
