@@ -210,4 +210,5 @@ def test_what_a_table_holds():
             for name, function in vars(table).items()
             if function is getattr(PLAIN, name)
         }
-        assert not same
+        # For one process alone these are PyTorch's, or nothing.
+        assert same == {"argmax", "reduce", "score"}
