@@ -27,7 +27,7 @@ from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_sh
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import encoded
-from simplellm.model.machine import find_device, find_dtype
+from simplellm.model.machine import dtype_name, find_device, find_dtype
 from simplellm.model.memory import weight_bytes
 
 BATCHES, INPUT_LEN, OUTPUT_LEN = (1, 8), 128, 64
@@ -131,7 +131,7 @@ def measure_formats(
         with start.of(Loaded(engine, limited, how, seconds)) as llm:
             rows.append(measure_row(llm, name, sum(size.values()), asks))
     return circumstances(model, target, command) | {
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "load_average": load,  # of the machine, before
         "input_len": INPUT_LEN,
         "output_len": OUTPUT_LEN,

@@ -25,7 +25,7 @@ from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names, tensor_shap
 from simplellm.checkpoint.scaled import Scaled, join, round_tiles
 from simplellm.checkpoint.slices import part_of, sliced
 from simplellm.checkpoint.source import Source, TensorInfo
-from simplellm.checkpoint.stored import in_one
+from simplellm.checkpoint.stored import in_one, sent
 
 OPTION = "tensor_parallel_size"
 MASK_BITS = 32  # tokens of a vocabulary that share a word of a mask
@@ -162,14 +162,11 @@ def side_by_side(parts: Sequence[StoredWeight], axis: int) -> StoredWeight:
     return torch.cat([part for part in parts if isinstance(part, Tensor)], axis)
 
 
-def compact(weight: StoredWeight) -> StoredWeight:
+def compact(weight: StoredWeight) -> Weight:
     """A weight whose numbers lie one after the other; copied if they don't."""
     if isinstance(weight, Tensor):
         return weight.contiguous()
-    if isinstance(weight, MXFP4):
-        return MXFP4(weight.blocks.contiguous(), weight.scales.contiguous())
-    values, scales = weight.values.contiguous(), weight.scales.contiguous()
-    return replace(weight, values=values, scales=scales)
+    return sent(weight, Tensor.contiguous)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +254,7 @@ class ShardedSource:
         if len(cuts) == 1:
             return cuts[0]
         shape = self.shapes[ours]
-        coded = [cut for cut in cuts if not isinstance(cut, Tensor)]
+        coded = [cut for cut in cuts if isinstance(cut, MXFP4 | Scaled)]
         if coded:
             return in_one(coded, shape)
         return torch.cat([cut for cut in cuts if isinstance(cut, Tensor)]).view(shape)

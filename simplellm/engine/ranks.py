@@ -32,6 +32,7 @@ from simplellm.base.request import EngineError
 from simplellm.checkpoint.sharding import OPTION, Shard, ShardedSource, check_shards
 from simplellm.checkpoint.source import Source
 from simplellm.engine.sampler import SamplingTensors
+from simplellm.model.machine import dtype_name
 from simplellm.model.ops import Ops
 from simplellm.model.parallel import Group, parallel
 from simplellm.sampling.filters import Filters
@@ -216,7 +217,7 @@ class Leader(TensorParallel):
         self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
     ) -> None:
         """Send a message to all ranks: what to do, and with which tensors."""
-        kinds = [t if t is None else [name_of(t), [*t.shape]] for t in tensors]
+        kinds = [t if t is None else [dtype_name(t.dtype), [*t.shape]] for t in tensors]
         for link in self.links:
             link.send({"call": call, "tensors": kinds, **numbers})
         self.group.broadcast(torch.cat([as_bytes(t) for t in tensors if t is not None]))
@@ -294,11 +295,6 @@ class Leader(TensorParallel):
 
 # What `TokenCounts` has of a step's rows.
 TABLES = ("rows", "in_prompt", "in_output", "repetition", "presence", "frequency")
-
-
-def name_of(tensor: Tensor) -> str:
-    """What PyTorch calls a tensor's dtype."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -402,7 +398,7 @@ def start_ranks(
     options = {
         "path": None if path is None else os.fspath(path),
         "config": asdict(config),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "device": str(device),
         "random_weights": random_weights,
         "seed": seed,

@@ -34,6 +34,11 @@ def find_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What PyTorch calls a dtype: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def find_dtype(dtype: Any, device: torch.device) -> torch.dtype:
     """The dtype to compute with, by default what suits ``device``.
 
@@ -41,7 +46,7 @@ def find_dtype(dtype: Any, device: torch.device) -> torch.dtype:
     ValueError for one that no model has.
     """
     if isinstance(dtype, str) and dtype != "auto":
-        names = {str(known).removeprefix("torch."): known for known in COMPUTE_DTYPES}
+        names = {dtype_name(known): known for known in COMPUTE_DTYPES}
         one_of("dtype", dtype, ("auto", *names))
         dtype = names[dtype]
     if dtype is None or dtype == "auto":
