@@ -31,7 +31,7 @@ from simplellm.apps.screen import (
     read_lines,
     respond,
 )
-from simplellm.apps.serving import serve_model
+from simplellm.apps.serving import needs_extra, serve_model
 from simplellm.apps.workloads import plan_load
 from simplellm.base.config import expect
 
@@ -231,14 +231,14 @@ def batch(
         Path,
         typer.Argument(
             metavar="IN.jsonl",
-            help="Requests: objects with prompt or messages, id, temperature, …",
+            help="Requests as OpenAI's batches have them: custom_id, url and body.",
         ),
     ],
     target: Annotated[
         Path,
         typer.Argument(
             metavar="OUT.jsonl",
-            help="Results, each with its request's id, as they are finished.",
+            help="Results, each with its request's custom_id, as they are finished.",
         ),
     ],
     model: options.ModelFolder = None,
@@ -249,26 +249,28 @@ def batch(
     stop: options.Stop = None,
     device: options.Where = None,
 ) -> int:
-    """Answer a file of requests. What was stopped goes on where it was.
+    """Answer a batch file. What was stopped goes on where it was.
 
-    Lines may also have OpenAI's form: custom_id, url and body. Sampling options are for
-    lines that leave them open.
+    Sampling options are for lines that leave them open.
 
     A request that was rejected is tried again once it is changed. One that has been
-    answered must stay as it is: a new question needs a new id.
+    answered must stay as it is: a new question needs a new custom_id.
     """
-    from simplellm.apps import jobs
+    from simplellm.apps import batch_file
 
     screen = Screen()
     defaults = options.sampling(ctx)
     check_files(source, target)
-    requests = jobs.read_requests(source)
+    requests = batch_file.read_requests(source)
     failures: list[Exception] = []
-    with jobs.open_results(target, requests) as (file, done):
+    with batch_file.open_results(target, requests) as (file, done):
         if len(done) < len(requests):
+            with needs_extra():
+                from simplellm.apps.offline import answer_line
             with load_llm(model, device, screen) as llm:
+                answer = partial(answer_line, llm, defaults)
                 try:
-                    failures = jobs.answer_all(llm, requests, file, done, defaults)
+                    failures = batch_file.answer_all(answer, requests, file, done)
                 except KeyboardInterrupt:
                     screen.write("stopped; the same command goes on\n", aside=True)
                     raise

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from simplellm.apps import jobs_openai
+from simplellm.apps.serving import needs_extra
 from simplellm.apps.workloads import Arrival, conversations
 from simplellm.engine.stats import quantile
 
@@ -80,11 +80,16 @@ Send = Callable[[Arrival, Outcome], Any]
 
 @asynccontextmanager
 async def to_engine(llm: Any) -> AsyncIterator[Send]:
-    """Requests go to an LLM of this process, as a server would hand them on."""
+    """Requests go to an LLM of this process, as a server would hand them on.
+
+    Raises ValueError without the extra [serve].
+    """
+    with needs_extra():
+        from simplellm.apps import offline
 
     async def send(arrival: Arrival, outcome: Outcome) -> None:
         request = {"url": arrival.url, "body": arrival.body}
-        made = jobs_openai.read_request(llm, request, {})
+        made = offline.read_request(llm, request, {})
         async with llm.replies(made.requests, n=made.n, chat=made.chat) as replies:
             async for _, part in replies:
                 outcome.push([UNTOLD] if made.chat else part.token_ids)

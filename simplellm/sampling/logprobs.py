@@ -31,8 +31,8 @@ def score(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
 class PromptScores(NamedTuple):
     """What a step found out about a part of a prompt."""
 
-    request: Any
-    first: int
+    request: Any  # the Request whose prompt it is
+    first: int  # the position of the part's first token
     scores: Sequence[Tensor]  # the results of `score`
 
 
