@@ -32,31 +32,36 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from simplellm import LLM, __version__
+from simplellm.api.load import load_model
+from simplellm.base.config import ModelConfig
 from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
-from simplellm.checkpoint.int4 import Int4
+from simplellm.model.attention import masked_attention, visible
+from simplellm.model.batch import Batch, KVGroup
 from simplellm.model.eagle import as_model, tapped
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.machine import find_device, name_of
 from simplellm.model.model import Model
-from simplellm.model.offline_batch import PAGE, one_sequence
+from simplellm.model.offline_batch import PAGE
 from simplellm.model.ops import rms_norm
 from simplellm.model.rotations import rotations
 
 STEPS = 3  # drafts in a row that are learned
 DECAY = 0.8  # of the weight of each further one
-BATCH = 16
+READ = 64  # texts whose states are computed at once
 EFFORTS = ("low", "medium", "high")
 EVALUATION = 100  # questions
+NEWS = 5.0  # seconds from one line about how it goes to the next
+Answer = tuple[list[int], int]  # a prompt with the model's answer; where that begins
 
 
 @dataclass(frozen=True)
-class Text:
-    """A prompt with the model's answer, and what the model made of each token."""
+class Lesson:
+    """B answers side by side, padded to T tokens, and what the model made of them."""
 
-    tokens: Tensor  # int64 [T]
-    first: int  # of the answer's tokens
-    states: Tensor  # bfloat16 [T, 3 * hidden]
-    last: Tensor  # bfloat16 [T, hidden], what its head gets
+    tokens: Tensor  # int64 [B, T + STEPS + 1]
+    wanted: Tensor  # bool, of this shape: the tokens that a head can draft
+    states: Tensor  # bfloat16 [B, T, 3 * hidden]
+    last: Tensor  # bfloat16 [B, T + STEPS + 1, hidden], what the model's head gets
 
 
 def questions(args: argparse.Namespace, held_out: bool) -> list[Any]:
@@ -91,18 +96,87 @@ def opened(args: argparse.Namespace, **options: Any) -> LLM:
     return LLM(args.model, device=device, dtype=dtype, **options)
 
 
+def answers(llm: LLM, args: argparse.Namespace) -> list[Answer]:
+    """What the model says to questions that aren't held out."""
+    asked = prompts(llm, questions(args, held_out=False))
+    options: Any = {"temperature": 0, "max_tokens": args.max_tokens}
+    began = time.monotonic()
+    outputs = llm.generate(asked, **options).result()
+    spent = time.monotonic() - began
+    written = sum(len(output.token_ids) for output in outputs)
+    print(f"{written} tokens written, {written / spent:.0f} a second", flush=True)
+    pairs = zip(asked, outputs, strict=True)
+    return [([*prompt, *output.token_ids], len(prompt)) for prompt, output in pairs]
+
+
+def packed(texts: Sequence[list[int]], model: Model) -> Batch:
+    """A step that computes whole texts, each in pages of its own, in order."""
+    counts, windows = torch.tensor([*map(len, texts)]), model.config.windows
+    rows, pages = len(texts), -(-int(counts.max()) // PAGE)
+    total = int(counts.sum())
+    shape = total, rows, pages
+    flat = torch.zeros(Batch.size(*shape, len(windows)), dtype=torch.int32)
+    batch = Batch.of(flat, *shape, 0, windows, PAGE)
+    batch.tokens[:] = torch.tensor([token for text in texts for token in text])
+    batch.positions[:] = torch.cat([torch.arange(len(text)) for text in texts])
+    batch.lengths[:] = counts
+    batch.query_start_loc[1:] = counts.cumsum(0)
+    owners = torch.arange(rows).repeat_interleave(counts)
+    for number, group in enumerate(batch.groups):
+        first = number * rows * pages
+        group.tables[:] = first + torch.arange(rows * pages).view(rows, pages)
+        group.slots[:] = batch.positions + (first + owners * pages) * PAGE
+    return Batch.of(flat.to(model.device), *shape, 0, windows, PAGE)
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, sinks: Tensor | None
+) -> Tensor:
+    """`simplellm.model.ops.attend` for a batch of `packed`, without a loop over it."""
+    k, v = (x[group.tables].flatten(1, 2).nan_to_num() for x in (keys, values))
+    rows, places = k.shape[:2]
+    row, place = group.slots.div(places, rounding_mode="floor"), group.slots % places
+    row, side = row % rows, q.new_zeros(rows, places, *q.shape[1:])
+    side[row, place] = q
+    every = torch.arange(places, device=q.device)
+    mask = visible(every, every, group.window)
+    out = masked_attention(side, k, v, mask, sinks, q.shape[2] ** -0.5)
+    return out[row, place]
+
+
 @torch.inference_mode()
-def read(model: Model, layers: Sequence[int], tokens: list[int], first: int) -> Text:
-    """Compute a text again, for the states in it."""
-    count, windows = len(tokens), model.config.windows
-    pages, seen = -(-count // PAGE), list[Tensor]()
-    pool = KVPool(model.config, pages * len(windows), PAGE, model.dtype, model.device)
-    ids = torch.tensor(tokens, device=model.device)
-    batch = one_sequence(ids, 0, pages, windows, model.device)
+def states_of(
+    model: Model, layers: Sequence[int], texts: Sequence[list[int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each text, what ``layers`` and what the last one made of its tokens."""
+    batch, seen = packed(texts, model), list[Tensor]()
+    pages = batch.groups[0].tables.numel() * len(batch.groups)
+    pool = KVPool(model.config, pages, PAGE, model.dtype, model.device)
     taps = {layer + 1: lambda x: seen.append(x.clone()) for layer in layers}
-    tapping = replace(model, ops=tapped(model, taps))
-    last = tapping.forward(batch, pool, ids[:1].int())
-    return Text(ids, first, torch.cat(seen, dim=-1).bfloat16(), last.bfloat16())
+    model = replace(model, ops=replace(tapped(model, taps), attend=attend))
+    last = model.forward(batch, pool, batch.tokens[:1]).bfloat16()
+    states, counts = torch.cat(seen, dim=-1).bfloat16(), [*map(len, texts)]
+    return [*zip(states.split(counts), last.split(counts), strict=True)]
+
+
+def lesson(model: Model, layers: Sequence[int], answers: Sequence[Answer]) -> Lesson:
+    """Of these answers, by a model that computes them again."""
+    found = list[tuple[Tensor, Tensor]]()
+    for start in range(0, len(answers), READ):
+        texts = [tokens for tokens, _ in answers[start : start + READ]]
+        found += states_of(model, layers, texts)
+    longest, width = max(len(tokens) for tokens, _ in answers), model.config.hidden_size
+    shape, device = (len(answers), longest + STEPS + 1), model.device
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    wanted = torch.zeros(shape, dtype=torch.bool)
+    states = torch.zeros(shape[0], longest, len(layers) * width, dtype=torch.bfloat16)
+    last = torch.zeros(*shape, width, dtype=torch.bfloat16)
+    states, last = states.to(device), last.to(device)
+    for row, ((ids, first), made) in enumerate(zip(answers, found, strict=True)):
+        size = len(ids)
+        tokens[row, :size], wanted[row, first + 1 : size] = torch.tensor(ids), True
+        states[row, :size], last[row, :size] = made
+    return Lesson(tokens.to(device), wanted.to(device), states, last)
 
 
 class Student(nn.Module):
@@ -111,11 +185,8 @@ class Student(nn.Module):
     def __init__(self, config: HeadConfig, model: Model) -> None:
         super().__init__()
         self.config, lacking = config, may_lack(config)
-        self.embed, head = model.embed_tokens.float(), model.lm_head
-        if isinstance(head, Int4):
-            raise ValueError("the model's head is packed; expected dtype float32")
-        plain = head if isinstance(head, Tensor) else head.dequantize(torch.float32)
-        self.lm_head = plain.float()
+        assert isinstance(model.lm_head, Tensor)  # as float32 always is
+        self.embed, self.lm_head = model.embed_tokens, model.lm_head
         self.cos, self.sin = rotations(as_model(config, 8192), model.device)
         weights = {}
         for name, shape in head_shapes(config).items():
@@ -186,57 +257,70 @@ class Student(nn.Module):
             x = normed if config.norm_output else x
 
 
-def loss_of(student: Student, texts: Sequence[Text]) -> tuple[Tensor, list[float]]:
-    """The loss of a batch, and the share of right drafts at each place."""
-    longest = max(len(text.tokens) for text in texts)
-    shape = len(texts), longest + STEPS + 1
-    tokens = texts[0].tokens.new_zeros(shape)
-    wanted = torch.zeros(shape, dtype=torch.bool, device=tokens.device)
-    width = student.lm_head.shape[1]
-    last = torch.zeros(*shape, width, device=tokens.device)
-    states = torch.zeros(shape[0], longest, texts[0].states.shape[1])
-    states = states.to(tokens.device)
-    for row, text in enumerate(texts):
-        size = len(text.tokens)
-        tokens[row, :size], wanted[row, text.first + 1 : size] = text.tokens, True
-        states[row, :size], last[row, :size] = text.states.float(), text.last.float()
-    total, rights = torch.zeros((), device=tokens.device), []
-    for step, logits in enumerate(student(states, tokens)):
-        place = slice(2 + step, 2 + step + longest - 1)
-        mask = wanted[:, place]
-        before = last[:, 1 + step : step + longest][mask]  # which says the token
-        target = before @ student.lm_head.T
-        ours = logits[:, : longest - 1][mask]
-        total = total + DECAY**step * functional.cross_entropy(ours, target.softmax(-1))
-        rights.append((ours.argmax(-1) == target.argmax(-1)).float().mean().item())
-    return total, rights
+def loss_of(student: Student, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    """The loss, and the share of right drafts at each place. Waits for nothing."""
+    targets, count = lesson.last.float() @ student.lm_head.T, lesson.states.shape[1]
+    best, targets = targets.argmax(-1), targets.softmax(-1)
+    total, rights = targets.new_zeros(()), list[Tensor]()
+    for step, logits in enumerate(student(lesson.states.float(), lesson.tokens)):
+        wanted = lesson.wanted[:, 2 + step : 2 + step + count]
+        weights = wanted / wanted.sum().clamp(min=1)
+        said = slice(1 + step, 1 + step + count)  # by the model, in these rows
+        losses = -(targets[:, said] * logits.log_softmax(-1)).sum(-1)
+        total = total + DECAY**step * (losses * weights).sum()
+        rights.append(((logits.argmax(-1) == best[:, said]) * weights).sum())
+    return total, torch.stack(rights)
 
 
-def train(student: Student, texts: list[Text], args: argparse.Namespace) -> int:
-    """Learn for as long as ``args`` say; how many batches that were."""
-    some = sorted(texts, key=lambda text: len(text.tokens))  # little padding
-    batches = [some[n : n + BATCH] for n in range(0, len(some), BATCH)]
-    rng, count = random.Random(args.seed), 0
+def train(student: Student, lessons: Sequence[Lesson], args: argparse.Namespace) -> int:
+    """Learn for as long as ``args`` say; how many steps that were."""
+    rng, count, order = random.Random(args.seed), 0, [*lessons]
     optimizer = torch.optim.AdamW(
         student.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.01
     )
-    began = time.monotonic()
+    began, news = time.monotonic(), 0.0
     while (spent := (time.monotonic() - began) / (60 * args.minutes)) < 1:
-        if count % len(batches) == 0:
-            rng.shuffle(batches)
+        if count % len(order) == 0:
+            rng.shuffle(order)
         warm = min(1.0, (count + 1) / 100)
         for group in optimizer.param_groups:
             group["lr"] = args.rate * warm * max(1 - spent, 0.02)
-        loss, rights = loss_of(student, batches[count % len(batches)])
+        loss, rights = loss_of(student, order[count % len(order)])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
-        if count % 50 == 0:
-            places = " ".join(f"{right:.3f}" for right in rights)
-            print(f"{spent:6.1%} {count:6} loss {loss:.3f} right {places}", flush=True)
+        # What is printed is waited for, so that the clock is the device's, too.
+        if (now := time.monotonic()) > news:
+            places = " ".join(f"{right:.3f}" for right in rights.tolist())
+            print(f"{spent:6.1%} {count:6} loss {loss.item():.3f} right {places}")
+            sys.stdout.flush()
+            news = now + NEWS
         count += 1
     return count
+
+
+def config_of(args: argparse.Namespace, target: ModelConfig) -> HeadConfig:
+    """A head for ``target``. Raises ConfigError if it has too few layers."""
+    count = target.num_hidden_layers
+    layers = tuple(map(int, args.layers.split(","))) if args.layers else None
+    config = HeadConfig(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=args.intermediate_size or 4 * target.hidden_size,
+        num_attention_heads=args.heads or target.num_attention_heads,
+        num_key_value_heads=(args.heads or 2 * target.num_key_value_heads) // 2,
+        head_dim=args.head_dim or target.head_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+        layer_ids=layers or (1, count // 2 - 1, count - 4),
+        norm_before_fc=True,
+        norm_output=True,
+    )
+    config.check_fits(target)
+    return config
 
 
 def write(student: Student, folder: Path) -> None:
@@ -267,22 +351,6 @@ def write(student: Student, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make_texts(args: argparse.Namespace, layers: Sequence[int]) -> list[Text]:
-    """Answers of the model to questions that aren't held out."""
-    with opened(args) as llm:
-        asked = prompts(llm, questions(args, held_out=False))
-        options: Any = {"temperature": 0, "max_tokens": args.max_tokens}
-        began = time.monotonic()
-        outputs = llm.generate(asked, **options).result()
-        spent = time.monotonic() - began
-        written = sum(len(output.token_ids) for output in outputs)
-        print(f"{written} tokens written, {written / spent:.0f} a second", flush=True)
-        return [
-            read(llm.model, layers, [*prompt, *output.token_ids], len(prompt))
-            for prompt, output in zip(asked, outputs, strict=True)
-        ]
-
-
 def accepted(args: argparse.Namespace) -> dict[str, Any]:
     """What the engine accepts of the head's drafts on held-out questions."""
     options: Any = {"speculative": str(args.head), "num_speculative_tokens": STEPS}
@@ -311,7 +379,8 @@ def main() -> None:
     asked.add_argument("--prompts", type=Path, help="a question in each line")
     asked.add_argument("--texts", type=int, default=3000)
     asked.add_argument("--max-tokens", type=int, default=200)
-    asked.add_argument("--minutes", type=float, default=20)
+    asked.add_argument("--minutes", type=float, default=20, help="of learning")
+    asked.add_argument("--batch", type=int, default=16, help="texts in a step of it")
     asked.add_argument("--rate", type=float, default=2e-3)
     asked.add_argument("--layers", default="", help="three, as in 1,3,4")
     asked.add_argument("--heads", type=int, help="of attention, half as many of keys")
@@ -321,37 +390,28 @@ def main() -> None:
     asked.add_argument("--seed", type=int, default=0)
     args = asked.parse_args()
     torch.manual_seed(args.seed)
-    with opened(args, max_model_len=64) as llm:
-        model, device = llm.model, name_of(llm.model.device)
-    target, count = model.config, model.config.num_hidden_layers
-    layers = tuple(map(int, args.layers.split(","))) if args.layers else None
-    config = HeadConfig(
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        intermediate_size=args.intermediate_size or 4 * target.hidden_size,
-        num_attention_heads=args.heads or target.num_attention_heads,
-        num_key_value_heads=(args.heads or 2 * target.num_key_value_heads) // 2,
-        head_dim=args.head_dim or target.head_dim,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
-        rms_norm_eps=target.rms_norm_eps,
-        max_position_embeddings=target.max_position_embeddings,
-        layer_ids=layers or (1, count // 2 - 1, count - 4),
-        norm_before_fc=True,
-        norm_output=True,
-    )
-    config.check_fits(target)
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU
     began = time.monotonic()
-    texts = make_texts(args, config.layers(count))
+    with opened(args, max_waiting=args.texts) as llm:
+        config = config_of(args, llm.config)
+        texts = sorted(answers(llm, args), key=lambda text: len(text[0]))
+    # In float32, whatever the engine computes in: the head is for both.
+    model, size = load_model(args.model, "float32", args.device), args.batch
+    layers = config.layers(model.config.num_hidden_layers)
+    lessons = [
+        lesson(model, layers, texts[n : n + size]) for n in range(0, len(texts), size)
+    ]
     student = Student(config, model)
     numbers = sum(weight.numel() for weight in student.parameters())
-    print(f"{len(texts)} texts; a head of {numbers:,} numbers", flush=True)
-    batches = train(student, texts, args)
+    spent = time.monotonic() - began
+    print(f"{len(texts)} texts in {spent:.0f} s; a head of {numbers:,} numbers")
+    steps = train(student, lessons, args)
     write(student, args.head)
-    record = header() | {"device": device, "simplellm": __version__}
-    record |= {"texts": len(texts), "batches": batches, "numbers": numbers}
+    record = header() | {"device": name_of(model.device), "simplellm": __version__}
+    record |= {"texts": len(texts), "batches": steps, "numbers": numbers}
     record |= {"seconds": round(time.monotonic() - began, 1), "drafts": STEPS}
     save(record, args.json)
+    del lessons, student, model  # the engine takes what memory there is
     found = accepted(args)
     print(json.dumps(found, indent=1))
     save(record | found, args.json)
