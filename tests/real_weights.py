@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import gguf
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -102,6 +101,8 @@ def gemma(container: Container) -> Any:
 
     transformers would read the file, too, in a minute or two.
     """
+    import gguf  # whoever has a folder needs no library for files
+
     config = transformers.Gemma3TextConfig(
         vocab_size=262144,
         hidden_size=640,

@@ -9,6 +9,9 @@ from statistics import mean
 import pytest
 import torch
 from checkpoints import TINY
+from families import drawn, write
+from families_text import KINDS, write_text_side
+from transformers import LlamaConfig
 
 from simplellm import LLM
 from simplellm.checkpoint.families.gpt_oss import MODELS
@@ -20,6 +23,7 @@ import client
 import clients
 import compare
 import gpu_accuracy as accuracy
+import real
 import sanitize
 import speeds
 import steady
@@ -191,6 +195,24 @@ def test_clients_get_all_their_tokens():
     for turn in found:
         assert turn["answered"] == 3 and turn["output_tokens"] == 15
         assert turn["prompt_tokens"] == 3 * clients.PROMPT
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+def test_a_real_model_is_measured(tmp_path, monkeypatch, capsys):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes["max_position_embeddings"] = 4096  # the whole text is a prompt
+    vocabulary = KINDS["llama"]().get_vocab_size()
+    folder = write(tmp_path, drawn(LlamaConfig(vocab_size=vocabulary, **sizes)))
+    write_text_side(folder, "llama")
+    monkeypatch.setattr(real, "TOKENS", 40)
+    monkeypatch.setattr(real, "GREEDY", 3)
+    found = real.measure(folder, "cpu")
+    ours, theirs, *formats = found["rows"]
+    assert ours["mean_kl"] < 1e-6 < theirs["mean_kl"] < 1
+    assert [row["format"] for row in formats] == ["fp8", "int8", "mxfp4"]
+    assert all(row["mean_kl"] < 1e-3 for row in formats)
+    assert found["equal_to_alone"] == 32 and found["widest_gap"] < 1e-3
+    assert "32 of 32" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
