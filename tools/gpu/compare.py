@@ -27,6 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -76,13 +78,17 @@ def opened(model: str, **options: Any) -> Iterator[Any]:
         from speeds import write_config
 
         model = str(write_config(model, Path(tempfile.mkdtemp())).parent)
-    kind = getattr(simplellm, "GPUConfig", None) or simplellm.EngineConfig
+    kind = simplellm.EngineConfig
+    # Old code calls it share_prefixes.
+    prefixes = {"enable_prefix_caching", "share_prefixes"} & {
+        f.name for f in fields(kind)
+    }
     config = kind(
         max_num_seqs=max(BATCHES),
         max_num_batched_tokens=8192,
         max_model_len=PROMPTS[2] + ANSWERS[2],
         cache_bytes=2**34,
-        enable_prefix_caching=False,
+        **dict.fromkeys(prefixes, False),
         **options,
     )
     with simplellm.LLM(model, config, random_weights=True) as llm:
@@ -245,18 +251,26 @@ def timed(owner: Any, name: str, seconds: Found) -> Iterator[None]:
         yield
 
 
+def imported(*names: str) -> Any:
+    """A module of the package by the first of its names, new and old, that there is."""
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            return import_module(f"simplellm.{name}")
+    raise ModuleNotFoundError(" or ".join(names))
+
+
 def turn(model: str, cases: list[str], began: float, cold: bool) -> Found:
     """All that is measured of one model by the package that is imported here."""
     import torch
 
-    import simplellm.api.load
-    import simplellm.engine.runner
+    import simplellm
 
+    load, runner = imported("api.load", "load"), imported("engine.runner", "runner")
     print(f"  {Path(simplellm.__file__).parent}, torch {torch.__version__}")
     parts: Found = {}
     with (
-        timed(simplellm.api.load, "fused_operations", parts),
-        timed(simplellm.engine.runner.Runner, "capture", parts),
+        timed(load, "fused_operations", parts),
+        timed(runner.Runner, "capture", parts),
         opened(model) as llm,
     ):
         ready = time.time() - began
