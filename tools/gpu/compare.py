@@ -80,15 +80,14 @@ def opened(model: str, **options: Any) -> Iterator[Any]:
         model = str(write_config(model, Path(tempfile.mkdtemp())).parent)
     kind = simplellm.EngineConfig
     # Old code calls it share_prefixes.
-    prefixes = {"enable_prefix_caching", "share_prefixes"} & {
-        f.name for f in fields(kind)
-    }
+    names = {field.name for field in fields(kind)}
+    prefixes = {"enable_prefix_caching", "share_prefixes"} & names
+    options |= dict.fromkeys(prefixes, False)
     config = kind(
         max_num_seqs=max(BATCHES),
         max_num_batched_tokens=8192,
         max_model_len=PROMPTS[2] + ANSWERS[2],
         cache_bytes=2**34,
-        **dict.fromkeys(prefixes, False),
         **options,
     )
     with simplellm.LLM(model, config, random_weights=True) as llm:
