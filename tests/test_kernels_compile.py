@@ -30,6 +30,7 @@ from simplellm.model.kernels import (
     prefill,
     rope,
 )
+from simplellm.model.kernels.key_tiles import AttentionSizes
 from simplellm.model.kernels.launch import launcher
 
 OTHERS = {"experts", "experts_one", "grouped", "head", "linear", "quantized"}
@@ -53,11 +54,16 @@ BATCHES = [1, 5, 16, 32, 64, 128]  # with tiles of their own
 MORE_HEADS = (4, 8, 128), (8, 2, 128), (2, 5, 128), (16, 1, 64), (2, 2, 32)
 
 
-def decode_plan(batch, heads, window=None, places=4096 * 64):
+def sizes_of(heads, window):
     kv_heads, group, dim = heads
-    tiles = decode.decode_tiles(batch, dim, window)
-    shape = batch, kv_heads * group, kv_heads, dim, places, 64, window
-    return decode.decode_plan(tiles, *shape, heads == GPT_OSS)
+    q = torch.empty(1, kv_heads * group, dim, device="meta")
+    keys = torch.empty(1, 64, kv_heads, dim, device="meta")
+    return AttentionSizes.of(q, keys, window, heads == GPT_OSS)
+
+
+def decode_plan(batch, heads, window=None, places=4096 * 64):
+    tiles = decode.decode_tiles(batch, heads[2], window)
+    return decode.decode_plan(tiles, batch, places // 64, sizes_of(heads, window))
 
 
 def decode_case(batch, window=None, heads=GPT_OSS):
@@ -78,12 +84,11 @@ def join_case(batch, splits, heads=GPT_OSS):
 
 
 def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS):
-    kv_heads, group, dim = heads
+    _, group, dim = heads
     tiles = prefill.prefill_tiles(dim, group, window, batch_invariant)
     sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
-    shape = kv_heads * group, kv_heads, dim, 64, window
     return case_of(
-        prefill.prefill_launcher(tiles, *shape, heads == GPT_OSS),
+        prefill.prefill_launcher(tiles, sizes_of(heads, window)),
         f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 fp32 i32 i32 i32 i32",
         without,
         aligned=("stride_page",),

@@ -6,7 +6,7 @@ group, D head_dim. Places and units are those of `simplellm.model.kernels.softma
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,14 +14,20 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.batch import KVGroup
-from simplellm.model.kernels.key_tiles import LOG2E, NO_KEY, init_acc, load_pair
+from simplellm.model.kernels.key_tiles import (
+    LOG2E,
+    NO_KEY,
+    AttentionSizes,
+    init_acc,
+    load_pair,
+)
 from simplellm.model.kernels.launch import (
     Launcher,
     launcher,
     power_of_two,
     set_carveout,
 )
-from simplellm.model.kernels.prefill import ANYWHERE, VARIED, block_of, padded
+from simplellm.model.kernels.prefill import ANYWHERE, VARIED, block_of
 from simplellm.model.kernels.softmax import find_rows, join_parts, softmax_update
 
 
@@ -371,41 +377,27 @@ class DecodePlan(NamedTuple):
 
 @cache
 def decode_plan(
-    tiles: DecodeTiles,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    capacity: int,
-    page_size: int,
-    window: int | None,
-    has_sinks: bool,
+    tiles: DecodeTiles, batch: int, pages: int, sizes: AttentionSizes
 ) -> DecodePlan:
-    """For ``batch`` sequences whose tables have room for ``capacity`` places."""
-    group, dims = heads // kv_heads, padded(dim)
-    longest = capacity if window is None else min(capacity, window)
-    splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
-    sizes: dict[str, Any] = {"K": kv_heads, "G": group, "D": dim, "DIMS": dims}
-    sizes |= {"WINDOW": window or 0, "BLOCK": tiles.block, "EARLY": tiles.early}
-    start = launcher(
-        decode_kernel,
-        PAGE=page_size,
-        ROWS=power_of_two(group),
-        HAS_SINKS=has_sinks,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **sizes,
-    )
+    """For ``batch`` sequences whose tables have room for so many ``pages``."""
+    longest = pages * sizes.PAGE
+    if sizes.WINDOW:
+        longest = min(longest, sizes.WINDOW)
+    splits = min(choose_splits(batch, sizes.K), -(-longest // tiles.least))
+    constants = sizes._asdict() | {"BLOCK": tiles.block, "EARLY": tiles.early}
+    warps, stages = tiles.warps, tiles.stages
+    start = launcher(decode_kernel, num_warps=warps, num_stages=stages, **constants)
     # A program for each head, or for each kv head if that would be too many.
-    heads_each = 1 if batch * heads <= 512 else power_of_two(group)
+    heads_each = 1 if batch * sizes.K * sizes.G <= 512 else sizes.ROWS
     most = power_of_two(splits)
     # 4,096 numbers, 16 KB of parts, a warp
-    warps = min(32, max(1, most * heads_each * dims // 4096))
-    join = launcher(
-        join_kernel, HEADS=heads_each, SPLITS=most, num_warps=warps, **sizes
-    )
-    grid = kv_heads * -(-group // heads_each), batch, 1
-    return DecodePlan(splits, LOG2E.value * dim**-0.5, start, join, grid)
+    warps = min(32, max(1, most * heads_each * sizes.DIMS // 4096))
+    for name in ("PAGE", "ROWS", "HAS_SINKS"):
+        del constants[name]
+    constants |= {"HEADS": heads_each, "SPLITS": most}
+    join = launcher(join_kernel, num_warps=warps, **constants)
+    grid = sizes.K * -(-sizes.G // heads_each), batch, 1
+    return DecodePlan(splits, LOG2E.value * sizes.D**-0.5, start, join, grid)
 
 
 def decode_attention(
@@ -428,16 +420,15 @@ def decode_attention(
     They must come from before something that all later work waits for: the start of a
     graph, a copy from or to the host, a synchronization.
     """
-    (_, heads, dim), (_, page_size, kv_heads, _) = q.shape, keys.shape
-    batch, pages_in_row, window = group.decodes, group.tables.shape[1], group.window
-    tiles = decode_tiles(batch, dim, window)
+    batch, pages_in_row = group.decodes, group.tables.shape[1]
+    sizes = AttentionSizes.of(q, keys, group.window, sinks is not None)
+    tiles = decode_tiles(batch, sizes.D, group.window)
     splits, scale, start, join, join_grid = decode_plan(
-        *(tiles, batch, heads, kv_heads, dim, pages_in_row * page_size, page_size),
-        *(window, sinks is not None),
+        tiles, batch, pages_in_row, sizes
     )
     parts, sums = scratch.parts, scratch.sums
     compiled = start(
-        (kv_heads, batch, splits),
+        (sizes.K, batch, splits),
         *(q, keys, values, group.tables, group.offsets, group.lengths, sinks, out),
         *(parts, sums, scale, tiles.least, keys.stride(0), pages_in_row),
     )

@@ -5,13 +5,45 @@ made of exp2.
 """
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from simplellm.model.kernels.launch import power_of_two
 
 LOG2E = tl.constexpr(math.log2(math.e))
 # Stands for "no key yet". Unlike -inf it can be subtracted from itself.
 NO_KEY = tl.constexpr(-1e30)
+
+
+class AttentionSizes(NamedTuple):
+    """What kernels of attention are compiled for, in any tiling."""
+
+    K: int  # kv heads
+    G: int  # query heads of each
+    D: int  # head_dim
+    DIMS: int  # columns of a tile
+    WINDOW: int  # or 0
+    PAGE: int  # tokens
+    ROWS: int  # of a tile for each token: G rounded up
+    HAS_SINKS: bool
+
+    @classmethod
+    def of(
+        cls, q: Tensor, keys: Tensor, window: int | None, has_sinks: bool
+    ) -> "AttentionSizes":
+        """For q [T, H, D] and pages of keys [pages, page_size, K, D]."""
+        _, page_size, kv_heads, dim = keys.shape
+        heads, dims, group = kv_heads, padded(dim), q.shape[1] // kv_heads
+        rows = power_of_two(group)
+        return cls(heads, group, dim, dims, window or 0, page_size, rows, has_sinks)
+
+
+def padded(dim: int) -> int:
+    """Columns of the kernels' matrices for heads of ``dim``."""
+    return max(16, power_of_two(dim))
 
 
 @triton.jit

@@ -13,7 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.batch import KVGroup
-from simplellm.model.kernels.key_tiles import LOG2E, init_acc, load_pair
+from simplellm.model.kernels.key_tiles import (
+    LOG2E,
+    AttentionSizes,
+    init_acc,
+    load_pair,
+    padded,
+)
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
 from simplellm.model.kernels.softmax import find_rows, softmax_update
 
@@ -40,11 +46,6 @@ PREFILL_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=8)
 # A window's first tile of keys begins with the first key of the program's first query.
 # With a query to a program, that depends on nothing else.
 INVARIANT_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=1)
-
-
-def padded(dim: int) -> int:
-    """Columns of the kernels' matrices for heads of ``dim``."""
-    return max(16, power_of_two(dim))
 
 
 def block_of(block: int, dim: int) -> int:
@@ -209,28 +210,13 @@ def prefill_kernel(
 
 
 @cache
-def prefill_launcher(
-    tiles: PrefillTiles,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    page_size: int,
-    window: int | None,
-    has_sinks: bool,
-) -> Launcher:
-    """For attention of this shape."""
+def prefill_launcher(tiles: PrefillTiles, sizes: AttentionSizes) -> Launcher:
+    """For attention of these sizes."""
     return launcher(
         prefill_kernel,
-        K=kv_heads,
-        G=heads // kv_heads,
-        D=dim,
-        PAGE=page_size,
-        WINDOW=window or 0,
+        **sizes._asdict(),
         TOKENS=tiles.tokens,
-        ROWS=power_of_two(heads // kv_heads),
-        DIMS=padded(dim),
         BLOCK=tiles.block,
-        HAS_SINKS=has_sinks,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
@@ -254,16 +240,15 @@ def prefill_attention(
     is contiguous. With ``batch_invariant`` the bits of a token's row depend neither on
     the others nor on where its chunk begins.
     """
-    (num_tokens, heads, dim), (_, page_size, kv_heads, _) = q.shape, keys.shape
-    tiles = prefill_tiles(dim, heads // kv_heads, group.window, batch_invariant)
-    start = prefill_launcher(
-        tiles, heads, kv_heads, dim, page_size, group.window, sinks is not None
-    )
+    num_tokens, _, dim = q.shape
+    sizes = AttentionSizes.of(q, keys, group.window, sinks is not None)
+    tiles = prefill_tiles(dim, sizes.G, group.window, batch_invariant)
+    start = prefill_launcher(tiles, sizes)
     num_sequences, pages_in_row = group.tables.shape
     # No chunks need more tiles, whatever their lengths; see `find_sequence`.
     count = num_tokens // tiles.tokens + num_sequences + 1
     start(
-        (kv_heads, count, 1),
+        (sizes.K, count, 1),
         *(
             q,
             keys,
