@@ -28,6 +28,7 @@ from simplellm.model.kernels import (
     other_families,
     penalties,
     prefill,
+    reduce,
     rope,
 )
 from simplellm.model.kernels.key_tiles import AttentionSizes
@@ -165,13 +166,14 @@ CASES = [
         "*bf16 *bf16 *fp32 *bf16 i32 fp32",
         "update_weight_ptr bias_ptr scales_ptr",
     ),
+    case_of(reduce.add_parts_launcher(2880, 4)[0], "*bf16 *bf16"),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i64 i32", "deepest_ptr floors_ptr"),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i32 *fp32 *i64 i32"),
     *filter_cases(weights=False, first=True),
     *filter_cases(weights=False, first=False),
     *filter_cases(weights=True, first=True),
     *filter_cases(weights=True, first=False),
-    case_of(PENALIZE, "*fp32 *i64 *i1 *i32 *fp32 *fp32 *fp32 i32"),
+    case_of(PENALIZE, "*fp32 *i64 *i1 *i32 *fp32 *fp32 *fp32 i32 i32"),
     case_of(DRAWN, "*i64 *i32 *fp32 *i32 i32"),
     case_of(norm.embed_launcher(2880), "*i32 *i32 *bf16 *bf16"),
     Case(bandwidth.read_kernel, "*i32 *i32", {"BLOCK": 8192}, warps=8),

@@ -175,6 +175,10 @@ def test_penalties_are_those_of_the_plain_operation(kernel_device, vocabulary):
     assert counts.arrange(requests)
     before = logits.clone()
     found = penalize(counts, logits)
-    torch.testing.assert_close(found, counts.penalize(logits), rtol=1e-6, atol=1e-6)
+    expected = counts.penalize(logits)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    part = range(vocabulary // 2, vocabulary)  # as a rank of several has them
+    upper = penalize(counts.of_tokens(part), logits[:, part.start :].contiguous())
+    torch.testing.assert_close(upper, expected[:, part.start :], rtol=1e-6, atol=1e-6)
     assert torch.equal(logits, before), "logprobs need them as they came"
     assert torch.equal(found[1], logits[1])

@@ -5,6 +5,7 @@ import torch
 
 from simplellm.model import ops
 from simplellm.model.kernels.norm import add_norm, embed
+from simplellm.model.kernels.reduce import add_parts
 
 EPS = 1e-5
 
@@ -41,6 +42,16 @@ def test_the_sum_is_rounded_before_it_is_normed(kernel_device):
     total, normed = add_norm(residual, update, weight, EPS)
     assert (total == 2048).all()
     assert (normed == 1).all()
+
+
+@pytest.mark.parametrize("size", [96, 2880])
+def test_parts_are_joined_in_float32_and_in_order(kernel_device, size):
+    """What a rank adds to the sum of all."""
+    parts = inputs(kernel_device, 3, size, 4, torch.float32)[1]
+    parts[:, 0], parts[:, 1] = 3e7, -3e7  # in another order they'd swallow the rest
+    found = add_parts(parts, torch.float16)
+    assert found.equal((parts[:, 2] + parts[:, 3]).to(torch.float16))
+    assert add_parts(found, torch.float16) is found
 
 
 @pytest.mark.parametrize("where", ["residual", "update"])

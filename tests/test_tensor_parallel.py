@@ -431,8 +431,10 @@ def test_a_rank_that_cannot_load_says_why(
     """Here, since the folder that it is told of is not there."""
     begin = Leader.__init__
 
-    def wrongly(self: Leader, size: int, options: dict[str, Any]) -> None:
-        begin(self, size, options | {"path": str(folder / "nowhere")})
+    def wrongly(
+        self: Leader, size: int, options: dict[str, Any], device: torch.device
+    ) -> None:
+        begin(self, size, options | {"path": str(folder / "nowhere")}, device)
 
     monkeypatch.setattr(Leader, "__init__", wrongly)
     with pytest.raises(EngineError, match=r"rank 1 could not load: .*does not exist"):

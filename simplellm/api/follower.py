@@ -5,9 +5,12 @@
 
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 from typing import Any
 
 import torch
@@ -18,12 +21,14 @@ from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.engine.ranks import Follower, Link
 
 LOGGER = logging.getLogger("simplellm")
+PATIENCE = 2.0  # seconds that this process has to end by itself
 
 
 def follow(
     link: Link,
     *,
     folder: str,
+    memory: int,
     rank: int,
     size: int,
     path: str | None,
@@ -36,8 +41,10 @@ def follow(
 ) -> None:
     """Load what rank 0 has said, and do what it says, until it ends."""
     torch.set_num_threads(threads)
-    ranks = Follower(link, folder, rank, size)
     kind, where = getattr(torch, dtype), torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    ranks = Follower(link, folder, rank, size, where, memory)
     try:
         source = open_weights(path, kind, where, random_weights, seed)
         engine, *_ = load_engine(source, EngineConfig(**config), kind, where, ranks)
@@ -48,11 +55,21 @@ def follow(
         ranks.follow(engine.runner)
 
 
+def end_with(link: socket.socket) -> None:
+    """End this process soon after the other end of ``link``, whatever it waits for."""
+    poll = select.poll()
+    poll.register(link, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(PATIENCE)
+    os._exit(1)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends us, by the link
     status = 1
     try:
         link = Link(socket.socket(fileno=int(sys.argv[1])))
+        threading.Thread(target=end_with, args=[link.link], daemon=True).start()
         if (options := link.receive()) is not None:
             follow(link, **options)
         status = 0

@@ -94,10 +94,12 @@ def load_engine(
     need = Need.of(source.config, config, dtype.itemsize, mapped=mapped)
     with on(device), enough(need, device):
         if operations == "fused":
-            ops = fused_operations(source.config, config, dtype, device)
+            own = ranks.own_vocabulary(source.config)
+            ops = fused_operations(own, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
-        start, ops = time.perf_counter(), ranks.operations(ops, source.config)
+        start = time.perf_counter()
+        ops = ranks.operations(ops, source.config, dtype)
         model = read_weights(source, dtype, device, ops, config.max_model_len)
         weights_seconds = time.perf_counter() - start
         engine = build_engine(model, config, ranks)

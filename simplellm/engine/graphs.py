@@ -80,31 +80,42 @@ def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
     return graph
 
 
+READY, NO_ROOM, REFUSED = 2, 1, 0  # what became of a graph, on the worst of all ranks
+
+
 def capture(
     prepare: Callable[[CaptureShape], Callable[[], object]],
     shapes: Sequence[CaptureShape],
+    least: Callable[[int], int] = lambda number: number,
 ) -> list[Captured]:
     """Record the step that ``prepare(shape)`` gives for each of ``shapes``, by size.
 
     The largest comes first, so that the smaller ones find room in the memory that it
     has taken. Shapes for which there is no room are left out, with one line in the log,
-    and the rest of them if the driver cannot record.
+    and the rest of them if the driver cannot record. ``least`` gives the least number
+    that any rank calls it with: all of them have the same graphs.
     """
     captured: list[Captured] = []
     pool, cause = None, ""
     for shape in sorted(shapes, reverse=True):
-        step = prepare(shape)
+        step, graph, status = prepare(shape), None, READY
         try:
             step()  # what it needs once, it takes now
             graph = record(step, pool)
         except torch.OutOfMemoryError as error:
             cause = str(error).partition("\n")[0]  # itself, it holds memory
-            continue
+            status = NO_ROOM
         except CaptureError as error:
             cause = str(error).partition("\n")[0]
+            status = REFUSED
+        worst = least(status)
+        if graph is not None and worst == READY:
+            pool = graph.pool()
+            captured.insert(0, Captured(shape, graph.replay))
+        elif not cause:
+            cause = "another rank had none of it"
+        if worst == REFUSED:
             break
-        pool = graph.pool()
-        captured.insert(0, Captured(shape, graph.replay))
     if cause:
         LOGGER.warning(
             "CUDA graphs for %d of %d sizes only; other steps are slower. "

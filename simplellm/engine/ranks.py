@@ -3,13 +3,14 @@
 Rank 0 is the process of the engine: it schedules, and tells the others of each step
 what they need for their part of it, the flat int32 array and the sampling tensors.
 They know no requests. A line of JSON says what comes, over a link that ends with rank
-0; the numbers come by broadcast. Then all ranks do the same, and meet in the operations
-of `model/parallel.py`.
+0; the numbers come by broadcast or, for GPUs, lie in memory that all processes share.
+Then all ranks do the same, and meet in the operations of `model/parallel.py`.
 
 `Ranks` are the same to the engine where there is one process alone.
 """
 
 import json
+import mmap
 import os
 import socket
 import subprocess
@@ -29,8 +30,10 @@ from torch import Tensor
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError
+from simplellm.base.transfer import pinned
 from simplellm.checkpoint.sharding import OPTION, Shard, ShardedSource, check_shards
 from simplellm.checkpoint.source import Source
+from simplellm.engine.graphs import CaptureShape
 from simplellm.engine.sampler import SamplingTensors
 from simplellm.model.machine import dtype_name
 from simplellm.model.ops import Ops
@@ -56,13 +59,25 @@ class Ranks:
         """What this rank has of the weights."""
         return source
 
-    def operations(self, ops: Ops, model: ModelConfig) -> Ops:
-        """The table ``ops`` for its part of a ``model``."""
+    def own_vocabulary(self, model: ModelConfig) -> ModelConfig:
+        """A ``model`` with as many tokens as this rank has logits of."""
+        return model
+
+    def operations(self, ops: Ops, model: ModelConfig, dtype: torch.dtype) -> Ops:
+        """The table ``ops`` for its part of a ``model``, computed in ``dtype``."""
         return ops
 
     def least(self, number: int) -> int:
         """The least that any rank says, once all of them have loaded."""
         return number
+
+    def agree(self, number: int) -> int:
+        """The least that any rank says."""
+        return number
+
+    def staging(self, size: int, device: torch.device) -> list[Tensor]:
+        """Two arrays int32 [size] of the host for steps' numbers."""
+        return [pinned([size], torch.int32, device) for _ in range(2)]
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -76,6 +91,7 @@ class Ranks:
         count: int,
         copies: Sequence[tuple[int, int]],
         targets: Sequence[PromptTargets],
+        graph: CaptureShape | None,
     ) -> None:
         """Let the others compute a step, too: their part in `Runner.compute`."""
 
@@ -98,6 +114,11 @@ class Ranks:
     def watch(self, wake: Callable[[], object]) -> None:
         """Call ``wake`` once a rank has ended; then `check` says which."""
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for the GPU inside of this. Raises EngineError if a rank keeps it."""
+        yield
+
     def check(self, error: Exception | None = None) -> None:
         """Raise EngineError if a rank has ended, or if ``error`` has parted them."""
 
@@ -113,16 +134,25 @@ class TensorParallel(Ranks):
 
     group: Group
     tokens: range  # of the vocabulary, this rank's
+    owned: tuple[Any, Any] = None, None  # columns, and this rank's of them
 
     def shard(self, source: Source) -> Source:
         here = Shard(self.group.rank, self.size)
         self.tokens = here.vocabulary(source.config)
         return ShardedSource(source, here, self.group.max)
 
-    def operations(self, ops: Ops, model: ModelConfig) -> Ops:
-        return parallel(ops, self.group, self.tokens, model.vocab_size)
+    def own_vocabulary(self, model: ModelConfig) -> ModelConfig:
+        return replace(model, vocab_size=len(self.tokens))
 
-    def least(self, number: int) -> int:
+    def operations(self, ops: Ops, model: ModelConfig, dtype: torch.dtype) -> Ops:
+        table = parallel(ops, self.group, self.tokens, model.vocab_size)
+        if ops.name != "Triton":
+            return table
+        from simplellm.model.kernels.reduce import of_sums  # where Triton is
+
+        return replace(table, reduce=of_sums(table.reduce, dtype))
+
+    def agree(self, number: int) -> int:
         return int(self.group.min(torch.tensor([number]))[0])
 
     def own(
@@ -130,10 +160,12 @@ class TensorParallel(Ranks):
     ) -> tuple[SamplingTensors, Mask | None]:
         start, stop = self.tokens.start, self.tokens.stop
         if columns.bias is not None:
-            rows, tokens, values = columns.bias
-            here = (tokens >= start) & (tokens < stop)
-            bias = rows[here], tokens[here] - start, values[here]
-            columns = replace(columns, bias=bias)
+            if columns is not self.owned[0]:  # to choose some waits for the GPU
+                rows, tokens, values = columns.bias
+                here = (tokens >= start) & (tokens < stop)
+                bias = rows[here], tokens[here] - start, values[here]
+                self.owned = columns, replace(columns, bias=bias)
+            columns = self.owned[1]
         if mask is not None:  # ranks part between words
             bits = mask.bits[:, start // 32 : -(-stop // 32)].contiguous()
             mask = replace(mask, bits=bits)
@@ -162,22 +194,32 @@ class Link:
 class Leader(TensorParallel):
     """Rank 0, which starts the others. ``options`` are those of `follow` below."""
 
-    def __init__(self, size: int, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, size: int, options: Mapping[str, Any], device: torch.device
+    ) -> None:
         self.size, self.processes = size, list[subprocess.Popen[bytes]]()
         self.links: list[Link] = []
+        self.columns: SamplingTensors | None = None  # that all ranks have
         self.counts: Tensor | None = None  # of the tables that all ranks have
         self.closed = False
+        self.aborted = ""  # why the GPUs were told to wait no longer
+        self.since: float | None = None  # when somebody began to wait for the GPU
+        self.wake: Callable[[], object] = lambda: None
         self.folder = TemporaryDirectory(prefix="simplellm-")
+        self.memory = SharedMemory(os.memfd_create("simplellm"))
         with self.loading():
             for rank in range(1, size):
                 self._spawn()
                 place = {"folder": self.folder.name, "rank": rank, "size": size}
+                place["device"] = str(device_of(device, rank))
+                place["memory"] = self.memory.number
                 self.links[-1].send({**place, **options})
             for rank, link in enumerate(self.links, 1):
                 link.link.settimeout(START_SECONDS)
                 self._hear(rank)
                 link.link.settimeout(None)
-            self.group = Group(self.folder.name, 0, size, REPLY_SECONDS)
+            threading.Thread(target=self._watch, daemon=True).start()
+            self.group = Group(self.folder.name, 0, size, REPLY_SECONDS, device)
 
     def _spawn(self) -> None:
         """A process in a group of its own: Ctrl-C in a terminal is for rank 0 alone."""
@@ -186,7 +228,8 @@ class Leader(TensorParallel):
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-m", "simplellm.api.follower", str(number)]
-            process = subprocess.Popen(command, pass_fds=[number], process_group=0)
+            files = number, self.memory.number
+            process = subprocess.Popen(command, pass_fds=files, process_group=0)
         self.processes.append(process)
 
     def _hear(self, rank: int) -> None:
@@ -202,16 +245,30 @@ class Leader(TensorParallel):
     def loading(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            try:
+                if not isinstance(error, EngineError):
+                    self._check_processes(error)
+            finally:
+                self.close()
             raise
 
     def least(self, number: int) -> int:
         for rank in range(1, self.size):
             self._hear(rank)  # it has loaded, which may take long
-        least = super().least(number)
+        for link in self.links:
+            link.send({})
+        least = self.agree(number)
         self.folder.cleanup()  # all have met, and nobody would if we are killed
         return least
+
+    def staging(self, size: int, device: torch.device) -> list[Tensor]:
+        if device.type != "cuda":
+            return super().staging(size, device)
+        self.memory.resize(2 * 4 * size)
+        for link in self.links:
+            link.send({})
+        return self.memory.arrays(size)
 
     def _tell(
         self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
@@ -220,7 +277,8 @@ class Leader(TensorParallel):
         kinds = [t if t is None else [dtype_name(t.dtype), [*t.shape]] for t in tensors]
         for link in self.links:
             link.send({"call": call, "tensors": kinds, **numbers})
-        self.group.broadcast(torch.cat([as_bytes(t) for t in tensors if t is not None]))
+        if parts := [as_bytes(tensor) for tensor in tensors if tensor is not None]:
+            self.group.broadcast(torch.cat(parts))
 
     def forward(
         self,
@@ -229,10 +287,13 @@ class Leader(TensorParallel):
         count: int,
         copies: Sequence[tuple[int, int]],
         targets: Sequence[PromptTargets],
+        graph: CaptureShape | None,
     ) -> None:
         scored = [(target.row, target.most) for target in targets]
         step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
-        self._tell("forward", [flat, *(t.tokens for t in targets)], **step)
+        step |= {"graph": graph, "place": self.memory.place_of(flat)}
+        sent = None if step["place"] else flat
+        self._tell("forward", [sent, *(t.tokens for t in targets)], **step)
 
     def sample(
         self,
@@ -245,9 +306,11 @@ class Leader(TensorParallel):
         new = counts is not None and counts.in_prompt is not self.counts
         self.counts = None if counts is None else counts.in_prompt
         tables = [getattr(counts, name) if new else None for name in TABLES]
+        other, self.columns = columns is not self.columns, columns
         *filters, some_top_k, some_top_p = columns.filters or (None,) * 5
-        tensors = [columns.seeds, columns.temperature, steps, columns.full_rows]
-        tensors += [*(columns.bias or (None,) * 3), *filters, *tables]
+        told = [columns.seeds, columns.temperature, columns.full_rows]
+        told += [*(columns.bias or (None,) * 3), *filters]
+        tensors = [steps, *(told if other else [None] * len(told)), *tables]
         tensors += [None, None] if mask is None else [mask.rows, mask.bits]
         self._tell(
             "sample",
@@ -257,27 +320,60 @@ class Leader(TensorParallel):
             logprobs=columns.logprobs,
             filtered=[some_top_k, some_top_p],
             counting=counts is not None,
+            other=other,
         )
 
     def watch(self, wake: Callable[[], object]) -> None:
-        def look() -> None:
-            while not self.closed:
-                if any(process.poll() is not None for process in self.processes):
-                    wake()
-                    return
-                time.sleep(LOOK_SECONDS)
+        self.wake = wake
 
-        threading.Thread(target=look, name="simplellm-ranks", daemon=True).start()
+    def _watch(self) -> None:
+        """Until all is over, or a rank ends or is late: then nothing waits for it."""
+        while not self.closed and not self.aborted:
+            since = self.since
+            if any(process.poll() is not None for process in self.processes):
+                self.aborted = "a rank has ended"
+            elif since is not None and time.monotonic() - since > REPLY_SECONDS:
+                self.aborted = f"a step has timed out, after {REPLY_SECONDS:.0f} s"
+            else:
+                time.sleep(LOOK_SECONDS)
+        if self.aborted:
+            self._abort()
+            self.wake()
+
+    def _abort(self) -> None:
+        """End what waits for other ranks on our GPU, without waiting for that."""
+        if (group := getattr(self, "group", None)) is not None:
+            threading.Thread(target=group.abort, daemon=True).start()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            self.check(error)
+        finally:
+            self.since = None
+        if self.aborted:
+            self.check(EngineError(self.aborted))
 
     def check(self, error: Exception | None = None) -> None:
         if isinstance(error, GrammarError):  # which is found out between two messages
             return
+        self._check_processes(error)
+        if error is not None or self.aborted:
+            why = error or self.aborted
+            raise EngineError(f"the ranks are out of step: {why}") from error
+
+    def _check_processes(self, error: BaseException | None) -> None:
+        """Raise EngineError if a rank has ended, which may be the cause of ``error``.
+
+        Then a rank may be about to end.
+        """
         for rank, process in enumerate(self.processes, 1):
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(0 if error is None else LOOK_SECONDS)
                 raise EngineError(f"rank {rank} ended with status {status}") from error
-        if error is not None:
-            raise EngineError(f"the ranks are out of step: {error}") from error
 
     def close(self) -> None:
         self.closed = True
@@ -290,6 +386,8 @@ class Leader(TensorParallel):
             except subprocess.TimeoutExpired:  # it waits for somebody else
                 process.kill()
                 process.wait()
+        self._abort()
+        self.memory.close()
         self.folder.cleanup()
 
 
@@ -299,56 +397,135 @@ TABLES = ("rows", "in_prompt", "in_output", "repetition", "presence", "frequency
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's bytes, uint8, and padding to whole units of ALIGNMENT."""
-    data = tensor.cpu().contiguous().flatten().view(torch.uint8)
+    data = tensor.contiguous().flatten().view(torch.uint8)
     return torch.nn.functional.pad(data, (0, -len(data) % ALIGNMENT))
+
+
+def device_of(first: torch.device, rank: int) -> torch.device:
+    """Where a rank computes, if rank 0 does on the ``first`` one."""
+    if first.type == "cpu":
+        return first
+    return torch.device(first.type, (first.index or 0) + rank)
+
+
+class SharedMemory:
+    """Memory of the host that several processes have, ``number`` its open file.
+
+    It is pinned: GPUs copy from it by themselves.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.all = torch.empty(0, dtype=torch.int32)
+
+    def resize(self, nbytes: int) -> None:
+        """Make it so large; before anybody calls `arrays`."""
+        os.ftruncate(self.number, nbytes)
+
+    def arrays(self, size: int) -> list[Tensor]:
+        """Two arrays int32 [size], the same in all processes."""
+        shared = mmap.mmap(self.number, 2 * 4 * size)
+        self.all = torch.frombuffer(shared, dtype=torch.int32)
+        status = torch.cuda.cudart().cudaHostRegister(
+            self.all.data_ptr(), self.all.nbytes, 0
+        )
+        torch.cuda.check_error(status)
+        return [*self.all.split(size)]
+
+    def place_of(self, array: Tensor) -> tuple[int, int] | None:
+        """The first number and the one behind the last of a part; None if it's none."""
+        first = (array.data_ptr() - self.all.data_ptr()) // 4
+        if not 0 <= first < len(self.all):
+            return None
+        return first, first + len(array)
+
+    def close(self) -> None:
+        """Give it back, once nothing reads it."""
+        if len(self.all):
+            torch.cuda.cudart().cudaHostUnregister(self.all.data_ptr())
+        self.all = torch.empty(0, dtype=torch.int32)
+        if self.number >= 0:
+            os.close(self.number)
+        self.number = -1
 
 
 class Follower(TensorParallel):
     """Another rank than 0: it does what it is told by ``link``."""
 
-    def __init__(self, link: Link, folder: str, rank: int, size: int) -> None:
-        self.link, self.size = link, size
+    def __init__(
+        self,
+        link: Link,
+        folder: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        memory: int,
+    ) -> None:
+        self.link, self.size, self.device = link, size, device
+        self.memory = SharedMemory(memory)
         link.send({})
-        self.group = Group(folder, rank, size, REPLY_SECONDS)
+        self.group = Group(folder, rank, size, REPLY_SECONDS, device)
+
+    def _hear(self) -> dict[str, Any]:
+        """The next message. Raises ConnectionError if there will be none."""
+        if (message := self.link.receive()) is None:
+            raise ConnectionError("rank 0 has ended")
+        return message
 
     def least(self, number: int) -> int:
         self.link.send({})
-        return super().least(number)
+        self._hear()  # all have loaded
+        return self.agree(number)
+
+    def staging(self, size: int, device: torch.device) -> list[Tensor]:
+        if device.type != "cuda":
+            return super().staging(size, device)
+        self._hear()  # it has its size
+        return self.memory.arrays(size)
 
     def follow(self, runner: Any) -> None:
         """Take part in all steps with this rank's `Runner`, until rank 0 ends."""
         counts = TokenCounts(runner.model.config.vocab_size, runner.device)
+        columns: SamplingTensors | None = None
         while (message := self.link.receive()) is not None:
-            tensors = self._receive(message["tensors"])
-            count = message["count"]
+            kinds, count = message["tensors"], message["count"]
             if message["call"] == "forward":
-                flat, *tokens = (tensor for tensor in tensors if tensor is not None)
+                flat, *tokens = self._receive(kinds, self.device)
+                if place := message["place"]:
+                    flat = self.memory.all[slice(*place)]
                 scored = zip(tokens, message["scored"], strict=True)
                 targets = [
                     PromptTargets(None, 0, row, ids, most)
                     for ids, (row, most) in scored
                 ]
+                graph = message["graph"] and CaptureShape(*message["graph"])
+                replayed = runner.graph_of(graph)
                 runner.pool.copy(message["copies"])
-                runner.compute(flat, message["shape"], count, targets)
+                runner.compute(flat, message["shape"], count, targets, replayed)
                 continue
-            columns, steps, mask, tables = sampling_tensors(tensors, message)
+            steps, *rest = self._receive(kinds, self.device)
+            told, tables, (rows, bits) = rest[:9], rest[9:15], rest[15:]
+            if columns is None or message["other"]:
+                columns = sampling_tensors(told, message)
             if tables[0] is not None:
                 for name, table in zip(TABLES, tables, strict=True):
                     setattr(counts, name, table)
             counting = counts if message["counting"] else None
+            mask = None if rows is None else Mask(rows, bits)
             runner.choose(count, columns, steps, counting, mask)
 
-    def _receive(self, kinds: Sequence[Any]) -> list[Tensor | None]:
-        """The tensors that a message announces."""
+    def _receive(self, kinds: Sequence[Any], device: torch.device) -> list[Any]:
+        """The tensors that a message announces, or None for each that is not there."""
         empty = [
             None
             if kind is None
-            else torch.empty(kind[1], dtype=getattr(torch, kind[0]))
+            else torch.empty(kind[1], dtype=getattr(torch, kind[0]), device=device)
             for kind in kinds
         ]
         sizes = [0 if t is None else t.nbytes + -t.nbytes % ALIGNMENT for t in empty]
-        data = torch.empty(sum(sizes), dtype=torch.uint8)
-        self.group.broadcast(data)
+        data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        if len(data):
+            self.group.broadcast(data)
         parts = zip(empty, data.split(sizes), strict=True)
         return [
             None if t is None else part[: t.nbytes].view(t.dtype).view(t.shape)
@@ -358,11 +535,11 @@ class Follower(TensorParallel):
 
 def sampling_tensors(
     tensors: Sequence[Any], message: Mapping[str, Any]
-) -> tuple[SamplingTensors, Tensor, Mask | None, Sequence[Any]]:
-    """The columns, steps, mask and tables of `Leader.sample`."""
-    seeds, temperature, steps, full_rows, *rest = tensors
-    bias, filters, tables, (rows, bits) = rest[:3], rest[3:6], rest[6:12], rest[12:]
-    columns = SamplingTensors(
+) -> SamplingTensors:
+    """The columns of `Leader.sample`."""
+    seeds, temperature, full_rows, *bias = tensors[:6]
+    filters = tensors[6:]
+    return SamplingTensors(
         seeds=seeds,
         temperature=temperature,
         filters=None if filters[0] is None else Filters(*filters, *message["filtered"]),
@@ -371,7 +548,6 @@ def sampling_tensors(
         logprobs=message["logprobs"],
         full_rows=full_rows,
     )
-    return columns, steps, None if rows is None else Mask(rows, bits), tables
 
 
 def start_ranks(
@@ -386,22 +562,23 @@ def start_ranks(
     """The ranks for ``config``, which is resolved; those beside this one are started.
 
     The other arguments are those of `load_model`, by which they load, too. Raises
-    ValueError for a model that isn't cut in so many, and on a GPU, where several ranks
-    can't run yet; EngineError if one of them doesn't start.
+    ValueError for a model that isn't cut in so many, and for more ranks than there are
+    GPUs from ``device`` on; EngineError if one of them doesn't start.
     """
     size = config.tensor_parallel_size
     if size == 1:
         return ALONE
     check_shards(model, size)
-    expected = "1 on a GPU: several run on a CPU only yet"
-    expect(device.type == "cpu", OPTION, size, expected)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() - device_of(device, 0).index
+        expected = f"at most {count}: each rank has a GPU of its own, from {device} on"
+        expect(size <= count, OPTION, size, expected)
     options = {
         "path": None if path is None else os.fspath(path),
         "config": asdict(config),
         "dtype": dtype_name(dtype),
-        "device": str(device),
         "random_weights": random_weights,
         "seed": seed,
         "threads": torch.get_num_threads(),  # as many, for the same rounding
     }
-    return Leader(size, options)
+    return Leader(size, options, device)

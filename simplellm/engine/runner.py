@@ -83,7 +83,7 @@ class Runner:
         most = seqs + MOST_CHUNKS + drafts
         size = Batch.size(tokens, most, self.table_width, groups)
         # Two on the host: one is written while the other may still be on its way.
-        self.staging = [pinned([size], torch.int32, self.device) for _ in range(2)]
+        self.staging = ranks.staging(size, self.device)
         rows = seqs + drafts
         self.host_output = [pinned([rows], torch.int32, self.device) for _ in range(2)]
         self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
@@ -133,7 +133,7 @@ class Runner:
         shapes += [
             CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
         ]
-        graphs = capture(padding, shapes)
+        graphs = capture(padding, shapes, self.ranks.agree)
         self.captured = [graph for graph in graphs if not graph.shape.chunks]
         self.mixed = [graph for graph in graphs if graph.shape.chunks]
 
@@ -148,6 +148,11 @@ class Runner:
         """The graph for a step with chunks of prompts, if there is one."""
         fits = (graph for graph in self.mixed if all(map(le, real, graph.shape)))
         return next(fits, None) if real.chunks else None
+
+    def graph_of(self, shape: CaptureShape | None) -> Captured | None:
+        """The graph that another rank replays, of this shape; None for none."""
+        graphs = self.mixed if shape and shape.chunks else self.captured
+        return next((graph for graph in graphs if graph.shape == shape), None)
 
     # Steps
 
@@ -187,7 +192,8 @@ class Runner:
         self._fill(self.view(staging.numpy(), *shape), scheduled, decodes)
         flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
         targets = prompt_targets(scheduled, self.device)
-        self.ranks.forward(flat, shape, len(sampling), copies, targets)
+        replayed = None if graph is None else graph.shape
+        self.ranks.forward(flat, shape, len(sampling), copies, targets, replayed)
         self.previous = {r.request_id: row for row, r in enumerate(sampling)}
         self.scores = self.compute(flat, shape, len(sampling), targets, graph)
 
@@ -349,9 +355,11 @@ class Runner:
         forced = [request.forced for request in requests]
 
         def wait() -> StepOutput:
-            late = arrived is not None and arrived.query()
-            if arrived:
-                arrived.synchronize()
+            late = False
+            if arrived is not None:
+                with self.ranks.waiting():
+                    late = arrived.query()
+                    arrived.synchronize()
             tokens = host_output.tolist()
             scored = token_logprobs(counts, tokens, logprobs, full)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]

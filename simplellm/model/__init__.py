@@ -7,7 +7,7 @@ the memory of keys and values, `kv_gather.py` where decodes find theirs without 
 kernel, `offline_batch.py` one text by itself. The operations: `ops.py` in PyTorch, with
 `attention.py`, `feed_forward.py` and `other_families.py`, which gpt-oss does without;
 `ops_numpy.py` for small models on a CPU; `kernels/` in Triton; `parallel.py` for one of
-several ranks, which choose tokens by `sharded_choice.py`. `rope.py` is how far
-positions turn, `rotations.py` tables of it, `memory.py` how much memory things take,
-`machine.py` what this machine has.
+several ranks, which choose tokens by `sharded_choice.py` and, on GPUs, talk by
+`nccl.py`. `rope.py` is how far positions turn, `rotations.py` tables of it, `memory.py`
+how much memory things take, `machine.py` what this machine has.
 """

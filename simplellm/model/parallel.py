@@ -19,6 +19,7 @@ from torch import Tensor
 
 from simplellm.base.noise import gumbel_noise
 from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.model.nccl import ID_BYTES, Communicator, unique_id
 from simplellm.model.ops import Ops
 from simplellm.model.sharded_choice import pack_keys, reach, token_of
 from simplellm.sampling.filters import LAST, STEPS, WEIGHT, Filters
@@ -29,12 +30,21 @@ class Group:
     """The ranks that compute together, as ``rank`` of ``size`` sees them.
 
     They find each other by a file in ``folder``, within ``timeout`` seconds, and talk
-    over the loopback interface by gloo. A collective whose other ranks do not come
-    within ``timeout``, or have ended, raises RuntimeError. All methods give each rank
-    the same bits; tensors may be changed in place.
+    over the loopback interface by gloo; with GPUs, this rank's being ``device``, about
+    tensors there by NCCL, in the current stream. A collective of gloo whose other ranks
+    do not come within ``timeout``, or have ended, raises RuntimeError; one of NCCL goes
+    on until `abort`. All methods give each rank the same bits; tensors may be changed
+    in place.
     """
 
-    def __init__(self, folder: str, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        folder: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        device: torch.device | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
         # No default group of the process: it may have several models.
         gloo: Any = dist.ProcessGroupGloo
@@ -44,39 +54,64 @@ class Group:
         store = dist.FileStore(f"{folder}/ranks", size)
         store.set_timeout(timedelta(seconds=timeout))
         self.gloo: Any = gloo(store, rank, size, options)
+        self.nccl: Any = None  # a Communicator, on a GPU
+        if device is not None and device.type == "cuda":
+            told = torch.zeros(ID_BYTES, dtype=torch.uint8)
+            if rank == 0:
+                told = torch.frombuffer(bytearray(unique_id()), dtype=torch.uint8)
+            self.broadcast(told)
+            self.nccl = Communicator(told.numpy().tobytes(), rank, size, device)
 
-    def _reduce(self, x: Tensor, how: Any) -> Tensor:
-        options = dist.AllreduceOptions()
-        options.reduceOp = how
+    def _reduce(self, x: Tensor, how: str) -> Tensor:
         x = x.contiguous()
+        if x.is_cuda:
+            self.nccl.all_reduce(x, how)
+            return x
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, how)
         self.gloo.allreduce([x], options).wait()
         return x
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``, in its dtype; of short floats in float32."""
-        short = x.is_floating_point() and x.element_size() < 4
-        total = self._reduce(x.float() if short else x, dist.ReduceOp.SUM)
+        """The sum of all ranks' ``x``, in its dtype.
+
+        Short floats are added in float32; by NCCL, each pair's sum is rounded.
+        """
+        short = x.is_floating_point() and x.element_size() < 4 and not x.is_cuda
+        total = self._reduce(x.float() if short else x, "SUM")
         return total.to(x.dtype)
 
     def max(self, x: Tensor) -> Tensor:
         """The greatest of all ranks' ``x``, number by number."""
-        return self._reduce(x, dist.ReduceOp.MAX)
+        return self._reduce(x, "MAX")
 
     def min(self, x: Tensor) -> Tensor:
         """The least of all ranks' ``x``, number by number."""
-        return self._reduce(x, dist.ReduceOp.MIN)
+        return self._reduce(x, "MIN")
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, of one shape: [R, ...]."""
+        if x.is_cuda:
+            all_of_them = x.new_empty(self.size, *x.shape)
+            self.nccl.all_gather(all_of_them, x.contiguous())
+            return all_of_them
         each = [torch.empty_like(x) for _ in range(self.size)]
         self.gloo.allgather([each], [x.contiguous()]).wait()
         return torch.stack(each)
 
     def broadcast(self, x: Tensor) -> None:
         """Write the first rank's ``x`` to that of the others."""
+        if x.is_cuda:
+            self.nccl.broadcast(x)
+            return
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self.gloo.broadcast([x], options).wait()
+
+    def abort(self) -> None:
+        """End what waits for other ranks on this one's GPU, from any thread."""
+        if self.nccl is not None:
+            self.nccl.abort()
 
 
 @dataclass(frozen=True)

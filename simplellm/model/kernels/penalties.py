@@ -23,16 +23,18 @@ def penalize_kernel(
     presence_ptr,
     frequency_ptr,
     vocabulary,
+    stride,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program changes BLOCK logits of a row in place."""
+    """One program changes BLOCK logits of a row in place; a row's counts lie apart by
+    ``stride``."""
     pdl_wait(PDL)
     row = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocabulary
     logits = logits_ptr + tl.load(rows_ptr + row) * vocabulary + tokens
-    counts = row * vocabulary + tokens
+    counts = row * stride + tokens
     times = tl.load(in_output_ptr + counts, inside, 0)
     seen = tl.load(in_prompt_ptr + counts, inside, 0).to(tl.int1) | (times > 0)
     x = tl.load(logits, seen & inside, 0.0)
@@ -44,7 +46,10 @@ def penalize_kernel(
 
 
 def penalize(counts: TokenCounts, logits: Tensor) -> Tensor:
-    """`TokenCounts.penalize`: penalized ``logits`` float32 [B, V], contiguous."""
+    """`TokenCounts.penalize`: penalized ``logits`` float32 [B, V], contiguous.
+
+    Rows of both kinds of counts lie apart by as many.
+    """
     vocabulary, scores = logits.shape[1], logits.clone()
     columns = counts.repetition, counts.presence, counts.frequency
     start = launcher(penalize_kernel, BLOCK=PENALTY_BLOCK, num_warps=8)
@@ -56,5 +61,6 @@ def penalize(counts: TokenCounts, logits: Tensor) -> Tensor:
         counts.in_output,
         *columns,
         vocabulary,
+        counts.in_prompt.stride(0),
     )
     return scores
