@@ -26,7 +26,7 @@ from simplellm import LLM, EngineConfig, SamplingParams, load_model
 from simplellm.base.request import Event, Request
 from simplellm.engine import graphs
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.speculation import Guesses, Speculator
+from simplellm.engine.speculation import DraftState, Speculator
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
 from simplellm.model.ops_numpy import NUMPY
@@ -167,10 +167,10 @@ class Prophet(Speculator):
         super().__init__(chance.choice([1, 2, 5]))
         self.alone, self.chance = alone, chance
 
-    def _guess(self, request: Request, tokens: Sequence[int]) -> Guesses:
-        guesses = self.guesses.setdefault(request, Guesses(self.drafter()))
-        if guesses.length == len(tokens):
-            return guesses
+    def _update(self, request: Request, tokens: Sequence[int]) -> DraftState:
+        state = self.draft_states.setdefault(request, DraftState(self.drafter()))
+        if state.length == len(tokens):
+            return state
         prompt = tokens[: request.num_prompt]
         params = replace(request.params, seed=request.seed)
         expected, _ = self.alone(tuple(prompt), params)
@@ -180,9 +180,9 @@ class Prophet(Speculator):
         for index in range(len(drafts)):
             if self.chance.random() < 0.2:
                 drafts[index] = self.chance.randrange(VOCAB)
-        guesses.length = len(tokens)
-        guesses.drafts = drafts if self.chance.random() < 0.8 else []
-        return guesses
+        state.length = len(tokens)
+        state.drafts = drafts if self.chance.random() < 0.8 else []
+        return state
 
 
 def run_case(

@@ -25,7 +25,7 @@ from simplellm.checkpoint.folder import path_of
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import sent
-from simplellm.engine.drafting import head_of, speculative_scheduler
+from simplellm.engine.build_speculation import find_head, speculative_scheduler
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.engine.page_manager import PageManager
@@ -61,7 +61,7 @@ def load(
     packed = takes_packed(config, dtype, device)
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed, packed)
-    head_of(config, source.config)
+    find_head(config, source.config)
     input_processor = InputProcessor.open(path_of(path), source.config)
     given = path, dtype, device, random_weights, seed
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
@@ -94,7 +94,7 @@ def load_engine(
     need = Need.of(source.config, config, dtype.itemsize, mapped=mapped)
     with on(device), enough(need, device):
         if operations == "fused":
-            own = ranks.own_vocabulary(source.config)
+            own = ranks.local_vocabulary(source.config)
             ops = fused_operations(own, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
@@ -179,7 +179,7 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
     pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
-    pages = ranks.least(pages)
+    pages = ranks.min_once_loaded(pages)
     chunk = config.prefill_chunk if config.enable_chunked_prefill else None
     manager = PageManager(
         pages,

@@ -7,7 +7,7 @@ import torch
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.families import title
-from simplellm.checkpoint.int4 import packs
+from simplellm.checkpoint.int4 import has_int4_product
 from simplellm.checkpoint.source import Source
 from simplellm.engine.warmup import warm_up
 from simplellm.model.machine import why_not_triton
@@ -22,7 +22,7 @@ def takes_packed(config: EngineConfig, dtype: object, device: torch.device) -> b
     """
     free = config.operations == "auto" and dtype in (None, "auto")
     alone = config.tensor_parallel_size == 1  # the packed order of rows isn't ours
-    return free and alone and device.type == "cpu" and packs()
+    return free and alone and device.type == "cpu" and has_int4_product()
 
 
 def choose_operations(

@@ -28,7 +28,7 @@ from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks
 from simplellm.engine.sampler import Sampled, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import sample_positions, verified
+from simplellm.engine.speculation import sample_positions, verify_drafts
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -133,7 +133,7 @@ class Runner:
         shapes += [
             CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
         ]
-        graphs = capture(padding, shapes, self.ranks.agree)
+        graphs = capture(padding, shapes, self.ranks.min_of_all)
         self.captured = [graph for graph in graphs if not graph.shape.chunks]
         self.mixed = [graph for graph in graphs if graph.shape.chunks]
 
@@ -318,7 +318,7 @@ class Runner:
         mask: Mask | None,
     ) -> Sampled:
         """A rank's part in choosing ``count`` tokens, as `sample` does."""
-        columns, mask = self.ranks.own(columns, mask)
+        columns, mask = self.ranks.local_sampling(columns, mask)
         logits, best = self.logits[:count], self.sampled_tokens[:count]
         ops = self.model.ops
         sampled = sample(logits, best, columns, steps, ops, counts=counts, mask=mask)
@@ -365,7 +365,7 @@ class Runner:
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
             if any(isinstance(row, DraftPosition) for row in requests):
-                new, scored = verified(requests, new, scored)
+                new, scored = verify_drafts(requests, new, scored)
             return StepOutput(new, scored, prompts, late)
 
         return wait

@@ -89,7 +89,7 @@ class Group:
         """The least of all ranks' ``x``, number by number."""
         return self._reduce(x, "MIN")
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, of one shape: [R, ...]."""
         if x.is_cuda:
             all_of_them = x.new_empty(self.size, *x.shape)
@@ -188,7 +188,9 @@ class VocabularyShard:
         values[:, : own.values.shape[1]] = own.values
         ids[:, : own.values.shape[1]] = own.indices + self.tokens.start
         if count > 0:
-            values, ids = (self.group.gather(x).movedim(0, 1) for x in (values, ids))
+            values, ids = (
+                self.group.all_gather(x).movedim(0, 1) for x in (values, ids)
+            )
         best = values.flatten(1).topk(count, dim=-1)
         return picked[:, 0], ranks, ids.flatten(1).gather(1, best.indices), best.values
 

@@ -18,7 +18,7 @@ from simplellm.checkpoint.gguf.metadata import (
     read_gguf_config,
 )
 from simplellm.checkpoint.gguf.names import stored_as
-from simplellm.checkpoint.gguf.packed import keep_numbers, packed_formats, packed_of
+from simplellm.checkpoint.gguf.packed import keep_dequantized, pack_rows, packed_formats
 from simplellm.checkpoint.gguf.tensors import (
     ORDINARY,
     as_array,
@@ -58,7 +58,7 @@ class GGUFCheckpoint:
         kept = KEPT_ON_GPU if gpu else KEPT
         config = read_gguf_config(self.container, kept)
         self._packed = packed_formats(config, self.container) if packed else {}
-        self._keep_numbers = keep_numbers(config, self._packed)
+        self._keep_dequantized = keep_dequantized(config, self._packed)
         formats = {**config.formats, **self._packed}
         self.config: ModelConfig = replace(config, formats=formats)
         with raising(CheckpointError, self.path):
@@ -108,7 +108,7 @@ class GGUFCheckpoint:
         weight: Weight = joined(parts, int(of_experts), interleaved)
         if ours in self._packed:
             assert isinstance(weight, Tensor)
-            return packed_of(weight, tensors[0].type, self._keep_numbers)
+            return pack_rows(weight, tensors[0].type, self._keep_dequantized)
         return weight
 
     def _part(self, tensor: GGUFTensor, ours: str) -> Weight:
