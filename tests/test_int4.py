@@ -7,14 +7,14 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from families import write
+from families import case, write
 from gguf import GGMLQuantizationType
 from gguf_files import write_gguf
-from test_gguf import IDS, MODELS, Written, random_blocks, worst
+from test_gguf import IDS, MODELS, SIZES, Written, random_blocks, worst
 from torch import Tensor
 from torch.nn import functional
 
-from simplellm import LLM
+from simplellm import LLM, EngineConfig
 from simplellm.api import operations
 from simplellm.api.load import read_weights
 from simplellm.checkpoint import int4
@@ -22,10 +22,13 @@ from simplellm.checkpoint.gguf.packed import READERS, pack_rows
 from simplellm.checkpoint.gguf.source import GGUFCheckpoint
 from simplellm.checkpoint.int4 import (
     MAX_PACKED_TOKENS,
+    ROWS,
     Int4,
     as_bfloat16,
     has_int4_product,
 )
+from simplellm.model.layers import Dense
+from simplellm.model.memory import Need
 from simplellm.model.ops import PLAIN
 
 KINDS = list(READERS)
@@ -132,6 +135,32 @@ def test_what_is_packed(packing: None, tmp_path: Path) -> None:
     assert isinstance(packed, Int4) and packed.dequantized is not None
     stored = sum(i.nbytes for i in source.stored("layers.0.mlp.gate_up.weight"))
     assert packed.nbytes - packed.dequantized.nbytes == stored
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_forecast_of_memory_counts_what_is_there_twice(
+    tied: bool,
+    kind: str,
+    packing: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: dict[str, Any] = {**SIZES, "vocab_size": 7 * ROWS}
+    sizes["tie_word_embeddings"] = tied
+    monkeypatch.setitem(MODELS, "Llama", lambda: case("Llama", **sizes))
+    source = GGUFCheckpoint(
+        Written("Llama", tmp_path, lambda *_: kind).path, packed=True
+    )
+    model = read_weights(source, torch.float32, torch.device("cpu"), PLAIN)
+    assert isinstance(model.lm_head, Int4)
+    held: list[Any] = [model.embed_tokens, model.lm_head, model.norm]
+    for layer in model.layers:
+        assert isinstance(layer.mlp, Dense)
+        held += [layer.attn_norm, layer.mlp_norm]
+        held += [layer.attn.qkv, layer.attn.o, layer.mlp.gate_up, layer.mlp.down]
+    counted = Need.of(source.config, EngineConfig().resolved("cpu"), 4).weights
+    assert counted == sum(weight.nbytes for weight in held)
 
 
 @pytest.fixture

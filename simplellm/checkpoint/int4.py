@@ -28,7 +28,7 @@ def as_bfloat16(x: Tensor) -> Tensor:
 class Codes:
     """A weight [out, in] of numbers from 0 to 15, before it is packed.
 
-    ``values`` int32 [out, in], float32 ``scales`` and ``offsets`` [out, in / GROUP]. A
+    ``values`` int32 [out, in], float32 ``scales`` and ``offsets`` [out, in / 32]. A
     number is (value - 8) * scale + offset.
     """
 
@@ -52,7 +52,7 @@ class Codes:
 
 
 def split_int8(values: Tensor, scales: Tensor) -> list[Codes]:
-    """int8 ``values`` [out, in] with ``scales`` [out, in / GROUP], as a sum of two."""
+    """int8 ``values`` [out, in] with ``scales`` [out, in / 32], as a sum of two."""
     high, low = values.int() >> 4, values.int() & 15
     return [
         Codes(high + 8, 16 * scales, torch.zeros_like(scales)),
@@ -75,7 +75,7 @@ class Int4:
 
     @classmethod
     def of(cls, codes: Sequence[Codes], keep_dequantized: bool) -> "Int4":
-        """Pack the sum of ``codes``, which must fit: see ROWS and GROUP."""
+        """Pack the sum of ``codes``, which must fit: see ROWS, GROUP_SIZE."""
         numbers = None
         if keep_dequantized:
             numbers = torch.stack([part.dequantize() for part in codes]).sum(0)

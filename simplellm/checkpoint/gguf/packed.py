@@ -1,7 +1,7 @@
 """Weights of a GGUF file that a CPU multiplies as they are: in 4 bits, or twice 4."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ EIGHT = KEPT["Q8_0"]
 PACKABLE = {
     "Q4_0": replace(EIGHT, name="Q4_0", dtype="int4"),
     "Q4_1": replace(EIGHT, name="Q4_1", dtype="int4"),
-    "Q8_0": EIGHT,
+    "Q8_0": replace(EIGHT, dtype="int4", addends=2),
 }
 TABLE, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 MAX_DEQUANTIZED = 2**28  # numbers of a model up to which it has them in float32, too
@@ -45,14 +45,9 @@ def packed_formats(
         types = {container.tensors[n].type for n in stored if n in container.tensors}
         if len(types) == 1 and shapes[source][0] % ROWS == 0:
             formats[ours] = PACKABLE.get(types.pop())
-    return {ours: form for ours, form in formats.items() if form is not None}
-
-
-def keep_dequantized(config: ModelConfig, formats: Mapping[str, NumberFormat]) -> bool:
-    """Whether the weights of ``formats`` may be there as float32 numbers, too."""
-    shapes = tensor_shapes(config)
-    shapes.setdefault(OUTPUT, shapes[TABLE])
-    return sum(math.prod(shapes[ours]) for ours in formats) <= MAX_DEQUANTIZED
+    found = {ours: form for ours, form in formats.items() if form is not None}
+    few = sum(math.prod(shapes[ours]) for ours in found) <= MAX_DEQUANTIZED
+    return {ours: replace(form, keep_dequantized=few) for ours, form in found.items()}
 
 
 def float16_at(blocks: Tensor, start: int) -> Tensor:
