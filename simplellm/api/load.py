@@ -27,7 +27,7 @@ from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import sent
 from simplellm.engine.build_speculation import find_head, speculative_scheduler
 from simplellm.engine.engine import Engine
-from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
+from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes, verify_shapes
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks, start_ranks
 from simplellm.engine.runner import Runner
@@ -104,8 +104,9 @@ def load_engine(
         weights_seconds = time.perf_counter() - start
         engine = build_engine(model, config, ranks)
         if config.cuda_graphs and operations == "fused":
-            sizes = bucket_sizes(engine.scheduler.max_num_seqs)
-            engine.runner.capture(sizes, MIXED_SIZES)
+            seqs = engine.scheduler.max_num_seqs
+            verifying = verify_shapes(seqs, config.max_drafts)
+            engine.runner.capture(bucket_sizes(seqs), MIXED_SIZES, verifying)
     return engine, why, weights_seconds
 
 

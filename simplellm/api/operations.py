@@ -62,7 +62,7 @@ def fused_operations(
 
     ops = fused(
         model,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs + config.max_drafts,
         device=device,
         batch_invariant=config.batch_invariant,
     )
