@@ -65,9 +65,9 @@ def speculative_scheduler(
     if name in DRAFTERS:
         speculator = Speculator.of(name, number, partial(time_steps, runner))
     else:
-        found = find_head(config, runner.model.config)
-        assert found is not None
-        head = build_head(found, read_head(Path(name), found), runner.model)
+        head_config = find_head(config, runner.model.config)
+        assert head_config is not None
+        head = build_head(head_config, read_head(Path(name), head_config), runner.model)
         aux = AuxHiddenStates(runner.model, head.layers, config.max_num_batched_tokens)
         costs = StepCosts(time_steps(runner)) if number is None else None
         with torch.inference_mode():

@@ -308,9 +308,9 @@ class Leader(TensorParallel):
         tables = [getattr(counts, name) if new else None for name in TABLES]
         other, self.columns = columns is not self.columns, columns
         *filters, some_top_k, some_top_p = columns.filters or (None,) * 5
-        told = [columns.seeds, columns.temperature, columns.full_rows]
-        told += [*(columns.bias or (None,) * 3), *filters]
-        tensors = [steps, *(told if other else [None] * len(told)), *tables]
+        values = [columns.seeds, columns.temperature, columns.full_rows]
+        values += [*(columns.bias or (None,) * 3), *filters]
+        tensors = [steps, *(values if other else [None] * len(values)), *tables]
         tensors += [None, None] if mask is None else [mask.rows, mask.bits]
         self._broadcast(
             "sample",

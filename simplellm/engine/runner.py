@@ -298,8 +298,8 @@ class Runner:
             table = self.manager.tables[chunk.request.request_id]
             tables = zip(batch.groups, table.groups, table.first, strict=True)
             for group, pages, first in tables:
-                live = np.frombuffer(pages, dtype=np.int32)[first:]
-                group.tables[row, : len(live)] = live
+                held = np.frombuffer(pages, dtype=np.int32)[first:]
+                group.tables[row, : len(held)] = held
                 group.offsets[row] = first * page_size
         # The rest is done for all rows at once: a call costs more than a number.
         count, counts = len(tokens), [chunk.length for chunk in parts]

@@ -226,29 +226,29 @@ class Speculator:
         At most ``room`` in all. The step computes ``computed`` tokens without them. A
         request whose last token isn't known gets none.
         """
-        found: list[DraftState | None] = []
+        states: list[DraftState | None] = []
         offered: list[int] = []
         for request in requests:
             left = max(request.max_tokens - request.num_output - 1, 0)
             if left == 0 or request.tokens[-1] == UNKNOWN:
-                found.append(None)
+                states.append(None)
                 offered.append(0)
                 continue
             state = self._update(request, request.tokens)
-            found.append(state)
+            states.append(state)
             most = self.most if self.seconds else len(state.drafts)
             offered.append(min(most, left))
         drafts: list[list[int]] = []
-        counts = self._counts(found, offered, computed, room)
-        for request, one, count in zip(requests, found, counts, strict=True):
-            if one and self.seconds and count:
-                one.propose(request.tokens, count)
-            drafts.append(one.drafts[:count] if one else [])
+        counts = self._counts(states, offered, computed, room)
+        for request, own, count in zip(requests, states, counts, strict=True):
+            if own and self.seconds and count:
+                own.propose(request.tokens, count)
+            drafts.append(own.drafts[:count] if own else [])
         return drafts
 
     def _counts(
         self,
-        found: Sequence[DraftState | None],
+        states: Sequence[DraftState | None],
         offered: Sequence[int],
         computed: int,
         room: int,
@@ -261,7 +261,7 @@ class Speculator:
                 room -= counts[-1]
             return counts
         costs, seconds = self.costs, self.seconds
-        chances = [self._chance(one) if one else 0.0 for one in found]
+        chances = [self._chance(state) if state else 0.0 for state in states]
 
         def cost(tokens: int) -> float:
             return costs(tokens) + seconds * (tokens - computed)
@@ -373,8 +373,8 @@ def verify_drafts(
     """
     new: list[list[int]] = []
     scored: list[list[TokenLogprobs] | None] = []
-    found = zip(rows, tokens, logprobs, strict=True)
-    for _, group in groupby(found, key=lambda part: part[0].request_id):
+    parts = zip(rows, tokens, logprobs, strict=True)
+    for _, group in groupby(parts, key=lambda part: part[0].request_id):
         (request, sure, scores), *rest = group
         sampled, drafts = [*sure], list[int]()
         scores = None if scores is None else [*scores]

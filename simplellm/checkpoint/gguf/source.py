@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplellm.base.config import CheckpointError, ModelConfig, expect, raising
+from simplellm.base.config import CheckpointError, ModelConfig, expect, reraise_as
 from simplellm.checkpoint.gguf.container import Container, GGUFTensor, open_container
 from simplellm.checkpoint.gguf.metadata import (
     KEPT,
@@ -60,7 +60,7 @@ class GGUFCheckpoint:
         self._packed = packed_formats(config, self.container) if packed else {}
         formats = {**config.formats, **self._packed}
         self.config: ModelConfig = replace(config, formats=formats)
-        with raising(CheckpointError, self.path):
+        with reraise_as(CheckpointError, self.path):
             self._names = {
                 ours: stored_as(ours, self.config.model_type)
                 for ours in tensor_names(self.config)
