@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from simplellm.engine.engine import Engine
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.model.kv_pool import KVPool
+from simplellm.model.fp8_cache import make_pool
+from simplellm.model.memory import sliding_groups
 from simplellm.model.model import Model
 
 
@@ -54,18 +56,26 @@ class Stepper:
         max_num_seqs: int = 8,
         longest: int = 512,  # tokens of a sequence, and of a step
         enable_caching: bool = False,
+        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     ) -> None:
-        window = model.config.windows[-1]
+        groups = sliding_groups(model.config, model.dtype.itemsize, kv_cache_dtype)
         self.manager = PageManager(
-            num_pages, page_size, window=window, enable_caching=enable_caching
+            num_pages,
+            page_size,
+            window=model.config.windows[-1],
+            sliding_groups=groups,
+            enable_caching=enable_caching,
         )
-        self.pool = KVPool(
-            model.config, num_pages, page_size, model.dtype, model.device
+        config = EngineConfig(
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=longest,
+            kv_cache_dtype=kv_cache_dtype,
+        ).resolved("cpu")
+        self.pool = make_pool(
+            model.config, config, num_pages, model.dtype, model.device
         )
-        config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=longest)
-        self.runner = Runner(
-            model, self.pool, self.manager, config.resolved("cpu"), longest
-        )
+        self.runner = Runner(model, self.pool, self.manager, config, longest)
         self.requests: dict[int, Request] = {}
 
     def add(self, number: int, tokens: Sequence[int]) -> int:

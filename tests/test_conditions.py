@@ -57,7 +57,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     def read(
-        source: Any, dtype: torch.dtype, device: torch.device, ops: Any, longest: Any
+        source: Any, dtype: torch.dtype, device: torch.device, ops: Any, *others: Any
     ) -> None:
         card.asked |= {"dtype": dtype, "ops": ops}
         raise NothingIsLoaded

@@ -70,7 +70,6 @@ def make_case(
     chunks: list[int] | None = None,
     *,
     decodes: int | None = None,
-    queries: int = 1,
     window: int | None = None,
     heads: tuple[int, int] = (8, 2),
     dim: int = 16,
@@ -121,7 +120,6 @@ def make_case(
         decodes=decodes,
         window=window,
         page_size=page_size,
-        queries=queries,
     )
     q = torch.cat([q for q, _, _ in parts])
     return Case(q, keys, values, group, sinks, parts)
@@ -132,6 +130,15 @@ def assert_near(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(
         got.double(), expected.double(), rtol=tolerance, atol=tolerance
     )
+
+
+def in_fp8(case: Case, dtype: torch.dtype = torch.float8_e4m3fn) -> Case:
+    """The same with rounded keys and values; `Case.expected` knows them rounded."""
+    rounded = [
+        (q, *(x.to(dtype).to(x.dtype) for x in (k, v))) for q, k, v in case.parts
+    ]
+    keys, values = case.keys.to(dtype), case.values.to(dtype)
+    return replace(case, keys=keys, values=values, parts=rounded)
 
 
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 0, 144]
@@ -226,44 +233,6 @@ def test_a_scratch_has_room_for_every_batch(most, kv_heads, per_kv_head):
         rows = batch * heads * choose_splits(batch, kv_heads)
         assert scratch.sums.numel() >= rows
         assert scratch.parts.numel() >= rows * 64
-
-
-def verify_case(device: str, lengths: list[int], counts: list[int], **options: Any):
-    """Rows of up to 4 tokens, then rows of none, as many as there are tokens."""
-    tokens = sum(counts) + 3
-    lengths = lengths + [0] * (tokens - len(lengths))
-    counts = counts + [0] * (tokens - len(counts))
-    case = make_case(device, lengths, counts, decodes=tokens, queries=4, **options)
-    expected = torch.cat([case.expected(), torch.zeros_like(case.q[:3]).double()])
-    case.q = torch.cat([case.q, torch.full_like(case.q[:3], math.nan)])
-    return case, expected
-
-
-@pytest.mark.parametrize(
-    "window, sinks", [(None, "random"), (1, None), (3, "random"), (130, None)]
-)
-def test_a_few_queries_see_those_before_them(kernel_device, window, sinks):
-    """At edges of tiles, shares and windows; padding tokens become zeros."""
-    lengths, counts = [4, 1, 63, 65, 66, 130, 131, 16], [4, 1, 3, 4, 1, 2, 4, 2]
-    case, expected = verify_case(
-        kernel_device, lengths, counts, window=window, sinks=sinks
-    )
-    plain = ops.attend(case.q, case.keys, case.values, case.group, case.sinks)
-    invariant = case.attend(batch_invariant=True)
-    for out in (case.attend(), plain, invariant):
-        assert_near(out, expected)
-
-
-@pytest.mark.parametrize("heads, dim", [((6, 2), 24), ((4, 1), 128), ((2, 2), 16)])
-@pytest.mark.parametrize("window", [None, 300])
-def test_shares_of_a_few_queries_are_joined(kernel_device, heads, dim, window):
-    """The last share may have a key for the last query alone."""
-    lengths = [2 * LEAST + 1, 3, 4 * LEAST + 2, LEAST + 1]
-    case, expected = verify_case(
-        kernel_device, lengths, [2, 3, 4, 1], heads=heads, dim=dim, window=window
-    )
-    assert_near(case.attend(), expected)
-    assert torch.equal(case.attend(), case.attend())
 
 
 @pytest.mark.parametrize("level", [-1e4, 30.0])
@@ -467,3 +436,37 @@ def test_a_decode_asks_for_what_its_tiles_say(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(decoding, "set_carveout", lambda *wish: wishes.append(wish))
     make_case("cpu", [5], dim=64).attend()
     assert wishes == [(decoding.decode_kernel, DECODE_TILES[1].carveout)]
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("count", [1, 4, 13])
+def test_decodes_read_fp8(kernel_device, count, window):
+    """Numbers of FP8 are read as they are, and multiplied in the dtype of q."""
+    lengths = [700, *EDGES[:12]][:count] if window is None else EDGES[-count:]
+    case = in_fp8(make_case(kernel_device, lengths, window=window))
+    expected = case.expected()
+    plain = ops.attend(case.q, case.keys, case.values, case.group, case.sinks)
+    assert_near(plain, expected)
+    assert_near(case.attend(), expected)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_chunks_read_fp8(kernel_device, invariant):
+    shape = [1, 30, 77, 100], [1, 1, 20, 100]
+    case = in_fp8(make_case(kernel_device, *shape, decodes=2))
+    expected = case.expected()
+    plain = ops.attend(case.q, case.keys, case.values, case.group, case.sinks)
+    assert_near(plain, expected)
+    assert_near(case.attend(batch_invariant=invariant), expected)
+
+
+def test_a_needle_of_fp8_is_found(kernel_device):
+    """Among thousands of keys the one that a query looks for has all the weight."""
+    case = make_case(kernel_device, [3000], heads=(2, 1), sinks=None)
+    q, k, v = case.parts[0]
+    place = 1234
+    tables, size = case.group.tables[0], case.group.page_size
+    k[place] = 40 * q[0, :1] / q[0].float().norm(dim=-1)[:1, None]  # longest by far
+    case.keys[tables[place // size].long(), place % size] = k[place]
+    found = in_fp8(case).attend()[0, 0]
+    torch.testing.assert_close(found, v[place, 0], rtol=0.07, atol=0.05)

@@ -18,7 +18,6 @@ from kernels_compiler import (
     parameters,
 )
 
-from simplellm.engine.graphs import QUERIES
 from simplellm.model.kernels import (
     bandwidth,
     decode,
@@ -31,7 +30,6 @@ from simplellm.model.kernels import (
     prefill,
     reduce,
     rope,
-    verify,
 )
 from simplellm.model.kernels.key_tiles import AttentionSizes
 from simplellm.model.kernels.launch import launcher
@@ -46,8 +44,6 @@ EARLY = {
     "join_kernel": "lengths_ptr offsets_ptr",
     "prefill_kernel": "query_start_loc_ptr lengths_ptr offsets_ptr tables_ptr "
     "sinks_ptr",
-    "verify_kernel": "query_start_loc_ptr lengths_ptr offsets_ptr tables_ptr sinks_ptr",
-    "verify_join_kernel": "query_start_loc_ptr lengths_ptr offsets_ptr",
     "rope_kernel": "bias_ptr q_norm_ptr k_norm_ptr positions_ptr cos_ptr sin_ptr "
     "slots_ptr",
     "add_norm_kernel": "update_weight_ptr weight_ptr bias_ptr",
@@ -66,16 +62,17 @@ def sizes_of(heads, window):
     return AttentionSizes.of(q, keys, window, heads == GPT_OSS)
 
 
-def decode_plan(batch, heads, window=None, places=4096 * 64):
-    tiles = decode.decode_tiles(batch, heads[2], window)
+def decode_plan(batch, heads, window=None, places=4096 * 64, itemsize=2):
+    tiles = decode.decode_tiles(batch, heads[2], window, itemsize)
     return decode.decode_plan(tiles, batch, places // 64, sizes_of(heads, window))
 
 
-def decode_case(batch, window=None, heads=GPT_OSS):
+def decode_case(batch, window=None, heads=GPT_OSS, cache="bf16"):
     sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
+    pages = f"*{cache} *{cache}"
     return case_of(
-        decode_plan(batch, heads, window).start,
-        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 i32",
+        decode_plan(batch, heads, window, itemsize=1 + (cache == "bf16")).start,
+        f"*bf16 {pages} *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 i32",
         without,
         aligned=("stride_page",),
     )
@@ -88,38 +85,14 @@ def join_case(batch, splits, heads=GPT_OSS):
     return case_of(plan.join, "*fp32 *fp32 *i32 *i32 *bf16 i32 i32")
 
 
-def verify_plan(batch, heads, window=None, places=4096 * 64):
-    kv_heads, group, dim = heads
-    tiles = decode.decode_tiles(batch, dim, window)
-    shape = batch, QUERIES, kv_heads * group, kv_heads, dim, places, 64, window
-    return verify.verify_plan(tiles, *shape, heads == GPT_OSS)
-
-
-def verify_case(batch, window=None, heads=GPT_OSS):
-    sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
-    return case_of(
-        verify_plan(batch, heads, window).start,
-        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 "
-        "i32 i32",
-        without,
-        aligned=("stride_page",),
-    )
-
-
-def verify_join_case(batch, splits, heads=GPT_OSS):
-    least = decode.decode_tiles(batch, heads[2], None).least
-    plan = verify_plan(batch, heads, places=splits * least)
-    assert plan.splits == splits
-    return case_of(plan.join, "*fp32 *fp32 *i32 *i32 *i32 *bf16 i32 i32")
-
-
-def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS):
+def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS, cache="bf16"):
     _, group, dim = heads
     tiles = prefill.prefill_tiles(dim, group, window, batch_invariant)
     sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
+    pages = f"*{cache} *{cache}"
     return case_of(
         prefill.prefill_launcher(tiles, sizes_of(heads, window)),
-        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 fp32 i32 i32 i32 i32",
+        f"*bf16 {pages} *i32 *i32 *i32 *i32 {sinks} *bf16 fp32 i32 i32 i32 i32",
         without,
         aligned=("stride_page",),
     )
@@ -129,18 +102,24 @@ def attention_cases(heads):
     """Every tiling that is used."""
     cases = [decode_case(batch, heads=heads) for batch in BATCHES]
     cases += [decode_case(1, 128, heads), prefill_case(128, True, heads)]
-    cases += [verify_case(batch, heads=heads) for batch in BATCHES]
-    cases += [verify_case(1, 128, heads)]
     cases += [prefill_case(window, heads=heads) for window in (None, 128)]
     return list({str(case): case for case in cases}.values())
 
 
-def rope_case(dim, has_norms):
+def fp8_cases(heads):
+    """Attention over keys and values of FP8, as layers without a window have them."""
+    cases = [decode_case(batch, heads=heads, cache="fp8e4nv") for batch in (1, 8, 64)]
+    cases += [prefill_case(heads=heads, cache="fp8e4nv")]
+    return list({str(case): case for case in cases}.values())
+
+
+def rope_case(dim, has_norms, cache="bf16"):
     norms, without = ("*bf16 *bf16", "") if has_norms else ("", "q_norm_ptr k_norm_ptr")
     start, _ = rope.rope_launcher(64, 8, dim, 64, 1, True, has_norms)
     return case_of(
         start,
-        f"*bf16 *bf16 {norms} *i32 *fp32 *fp32 *i32 *bf16 *bf16 *bf16 fp32 i32 i32",
+        f"*bf16 *bf16 {norms} *i32 *fp32 *fp32 *i32 *bf16 *{cache} *{cache} "
+        "fp32 fp32 fp32 fp32 i32 i32",
         without,
         aligned=("stride_page_keys", "stride_page_values"),
     )
@@ -188,12 +167,12 @@ PENALIZE = launcher(
 )
 CASES = [
     *attention_cases(GPT_OSS),
+    *fp8_cases((8, 4, 128)),
     join_case(1, splits=64),
     join_case(64, splits=4),
     join_case(9, splits=7),
-    verify_join_case(4, splits=16),
-    verify_join_case(64, splits=4),
     rope_case(64, has_norms=False),
+    rope_case(128, has_norms=True, cache="fp8e4nv"),
     case_of(
         norm.add_norm_launcher(2880, 4),
         "*bf16 *bf16 *fp32 *bf16 i32 fp32",
@@ -228,6 +207,7 @@ CASES = [
 ]
 MORE = [
     *(case for heads in MORE_HEADS for case in attention_cases(heads)),
+    *fp8_cases(GPT_OSS),
     rope_case(64, has_norms=True),
     rope_case(128, has_norms=False),
     rope_case(256, has_norms=False),
@@ -237,7 +217,7 @@ ONE_OF_EACH = list({case.kernel: case for case in reversed(CASES)}.values())
 
 NEVER_WAIT = norm.embed_kernel, bandwidth.read_kernel
 # Of attention's programs, those without work do not wait, but there are always others.
-SOME_WAIT = decode.decode_kernel, prefill.prefill_kernel, verify.verify_kernel
+SOME_WAIT = decode.decode_kernel, prefill.prefill_kernel
 
 
 def waits(case):

@@ -167,6 +167,29 @@ def test_strided_pages(kernel_device):
     )
 
 
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_cache_of_fp8_gets_scaled_numbers(kernel_device, norms):
+    """Too large ones become the largest; q is not rounded to FP8."""
+    inputs = make_inputs(kernel_device, norms=norms)
+    fp8 = torch.float8_e4m3fn
+    inputs.keys, inputs.values = inputs.keys.to(fp8), inputs.values.to(fp8)
+    dtype = inputs.qkv.dtype
+    inputs.attn = replace(inputs.attn, dtype=dtype, kv_scales=(0.25, 0.001))
+    other = inputs.copy()
+    expected, got = other.run(ops.rope_and_cache), inputs.run(rope_and_cache)
+    tolerance = TOLERANCE[dtype]
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    for pages, twins in ((inputs.keys, other.keys), (inputs.values, other.values)):
+        one, twin = (
+            x.flatten(0, 1)[inputs.slots.long()].float() for x in (pages, twins)
+        )
+        torch.testing.assert_close(one, twin, rtol=0.13, atol=0.01)  # a step of FP8
+        assert (one == twin).float().mean() > 0.95
+    assert one.abs().max() == 448
+    assert not one.isnan().any()
+
+
 def test_half_precision(kernel_device):
     assert_same(make_inputs(kernel_device, dtype=torch.float16))
 

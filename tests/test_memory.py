@@ -155,6 +155,23 @@ def test_a_page_has_the_layers_of_the_larger_group(
     assert page_bytes(config, 8, 2) == 2 * keys.nbytes
 
 
+@pytest.mark.parametrize(
+    ("kinds", "itemsize", "numbers"),  # of FP8's size, in a page, by a key's
+    [("ff", 2, 2), ("fs", 2, 2), ("ffss", 2, 2), ("fs" * 9, 2, 10), ("fs" * 4, 4, 4)],
+)
+def test_a_page_of_fp8_is_as_large_as_the_full_layers_need(
+    kinds: str, itemsize: int, numbers: int
+) -> None:
+    layer_types = tuple({"f": FULL, "s": SLIDING}[kind] for kind in kinds)
+    config = replace(TINY, num_hidden_layers=len(kinds), layer_types=layer_types)
+    found = page_bytes(config, 8, itemsize, "fp8")
+    assert found == 2 * numbers * 8 * config.num_key_value_heads * config.head_dim
+    tokens = config.sliding_window + 5
+    least = kv_bytes(config, tokens, itemsize=1)
+    kept = kv_bytes(config, tokens, itemsize=itemsize, kv_cache_dtype="fp8")
+    assert least <= kept < kv_bytes(config, tokens, itemsize=itemsize)
+
+
 def test_a_dense_model_has_a_size_too() -> None:
     config = replace(TINY, num_local_experts=0, num_experts_per_tok=0)
     assert kv_bytes(config, 5) == kv_bytes(TINY, 5)

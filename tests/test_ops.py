@@ -226,6 +226,22 @@ def test_rope_and_cache_sums_parts() -> None:
     torch.testing.assert_close(*found)
 
 
+def test_an_fp8_cache_holds_divided_and_rounded_numbers() -> None:
+    scales, dtype = (0.5, 0.004), torch.float8_e4m3fn
+    attn, slots = attention_weights(dtype=torch.float32), torch.arange(5).int()
+    qkv = normal(5, 160, seed=5)
+    exact = torch.zeros(2, 2, 4, 2, 16)
+    q = ops.rope_and_cache(qkv, attn, slots, exact[0], exact[1], slots)
+    pages = torch.zeros(2, 2, 4, 2, 16, dtype=dtype)
+    attn = replace(attn, kv_scales=scales)
+    scaled = ops.rope_and_cache(qkv, attn, slots, pages[0], pages[1], slots)
+    torch.testing.assert_close(scaled, q * scales[0])
+    assert (exact[1] / scales[1]).abs().max() > 448, "some are too large"
+    for stored, numbers, scale in zip(pages, exact, scales, strict=True):
+        wanted = (numbers * (1 / scale)).clamp(-448, 448).to(dtype)
+        assert torch.equal(stored.float(), wanted.float())
+
+
 # Attention of one sequence
 
 

@@ -5,7 +5,7 @@ Every choice that depends on the machine is made here, once.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,17 +25,23 @@ from simplellm.checkpoint.folder import path_of
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import sent
-from simplellm.engine.build_speculation import find_head, speculative_scheduler
+from simplellm.engine.drafting import head_of, speculative_scheduler
 from simplellm.engine.engine import Engine
-from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes, verify_shapes
+from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks, start_ranks
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
 from simplellm.model.build import build, plain_norm
-from simplellm.model.kv_pool import KVPool
+from simplellm.model.fp8_cache import kv_scales, make_pool
 from simplellm.model.machine import find_device, find_dtype, name_of, on
-from simplellm.model.memory import Need, count_parameters, enough, num_pages
+from simplellm.model.memory import (
+    Need,
+    count_parameters,
+    enough,
+    num_pages,
+    sliding_groups,
+)
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import NUMPY
@@ -61,7 +67,7 @@ def load(
     packed = takes_packed(config, dtype, device)
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed, packed)
-    find_head(config, source.config)
+    head_of(config, source.config)
     input_processor = InputProcessor.open(path_of(path), source.config)
     given = path, dtype, device, random_weights, seed
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
@@ -94,19 +100,21 @@ def load_engine(
     need = Need.of(source.config, config, dtype.itemsize, mapped=mapped)
     with on(device), enough(need, device):
         if operations == "fused":
-            own = ranks.local_vocabulary(source.config)
+            own = ranks.own_vocabulary(source.config)
             ops = fused_operations(own, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
         start = time.perf_counter()
         ops = ranks.operations(ops, source.config, dtype)
-        model = read_weights(source, dtype, device, ops, config.max_model_len)
+        scales = None
+        if config.kv_cache_dtype == "fp8":
+            scales = kv_scales(source.files, source.config.num_hidden_layers)
+        model = read_weights(source, dtype, device, ops, config.max_model_len, scales)
         weights_seconds = time.perf_counter() - start
         engine = build_engine(model, config, ranks)
         if config.cuda_graphs and operations == "fused":
-            seqs = engine.scheduler.max_num_seqs
-            verifying = verify_shapes(seqs, config.max_drafts)
-            engine.runner.capture(bucket_sizes(seqs), MIXED_SIZES, verifying)
+            sizes = bucket_sizes(engine.scheduler.max_num_seqs)
+            engine.runner.capture(sizes, MIXED_SIZES)
     return engine, why, weights_seconds
 
 
@@ -142,10 +150,12 @@ def read_weights(
     device: torch.device,
     ops: Ops,
     longest: int | None = None,
+    scales: Sequence[tuple[float, float]] | None = None,
 ) -> Model:
     """The model, with its weights on ``device`` in the layout that ``ops`` read.
 
     ``longest``: the tokens of the longest text, by which LongRoPE chooses its factors.
+    ``scales`` of keys and values, of each layer, are 1 unless given.
     """
     config = source.config
     longest = min(longest or MAX_SIZE, config.max_position_embeddings)
@@ -166,7 +176,7 @@ def read_weights(
             weight = weight.to(torch.float32 if exact else dtype)
             return send(plain_norm(weight, name, config) if exact else weight)
 
-        return build(config, take, ops)
+        return build(config, take, ops, scales)
 
 
 # The engine
@@ -180,12 +190,15 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
     pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
-    pages = ranks.min_once_loaded(pages)
+    pages = ranks.least(pages)
     chunk = config.prefill_chunk if config.enable_chunked_prefill else None
     manager = PageManager(
         pages,
         page_size,
         window=model.config.windows[-1],
+        sliding_groups=sliding_groups(
+            model.config, model.dtype.itemsize, config.kv_cache_dtype
+        ),
         enable_caching=config.enable_prefix_caching,
         max_chunk=min(chunk or budget, budget),
     )
@@ -202,7 +215,7 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     )
     expected += "page_size or max_model_len"
     expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), expected)
-    pool = KVPool(model.config, pages, page_size, model.dtype, model.device)
+    pool = make_pool(model.config, config, pages, model.dtype, model.device)
     runner = Runner(model, pool, manager, config, min(limits), ranks)
     rules: dict[str, Any] = {
         "max_num_seqs": config.max_num_seqs,

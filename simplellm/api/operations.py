@@ -7,12 +7,14 @@ import torch
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.families import title
-from simplellm.checkpoint.int4 import has_int4_product
+from simplellm.checkpoint.int4 import packs
 from simplellm.checkpoint.source import Source
 from simplellm.engine.warmup import warm_up
-from simplellm.model.machine import why_not_triton
+from simplellm.model.machine import capability, why_not_triton
 from simplellm.model.ops import Ops
 from simplellm.model.ops_numpy import is_small
+
+FP8_GPU = (8, 9)  # compute capability: the first whose instructions know e4m3
 
 
 def takes_packed(config: EngineConfig, dtype: object, device: torch.device) -> bool:
@@ -22,7 +24,7 @@ def takes_packed(config: EngineConfig, dtype: object, device: torch.device) -> b
     """
     free = config.operations == "auto" and dtype in (None, "auto")
     alone = config.tensor_parallel_size == 1  # the packed order of rows isn't ours
-    return free and alone and device.type == "cpu" and has_int4_product()
+    return free and alone and device.type == "cpu" and packs()
 
 
 def choose_operations(
@@ -33,6 +35,11 @@ def choose_operations(
     Raises ValueError for what ``config`` demands and this machine cannot do.
     """
     reason, model = why_not_triton(device, dtype), source.config
+    kind = config.kv_cache_dtype
+    if kind == "fp8" and device.type == "cuda":
+        have, wanted = capability(device), FP8_GPU
+        expected = f"'auto' on a GPU of compute capability {have}, below {wanted}"
+        expect(have >= wanted, "kv_cache_dtype", kind, expected)
     packed = any(form.is_mxfp4 for form in model.formats.values())
     interleaved = model.activation == "clamped_swiglu"  # as gpt-oss's experts are
     if config.operations == "plain":
@@ -49,6 +56,7 @@ def choose_operations(
     invariant = config.batch_invariant
     expect(not invariant, "batch_invariant", invariant, f"{expected}({reason})")
     few = device.type == "cpu" and dtype == torch.float32 and is_small(model)
+    few = few and config.kv_cache_dtype == "auto"  # NumPy has no numbers of 8 bits
     if few and config.operations == "auto":
         return "numpy", f"NumPy and PyTorch, since {reason}"
     return "plain", f"PyTorch, since {reason}"
@@ -62,7 +70,7 @@ def fused_operations(
 
     ops = fused(
         model,
-        max_num_seqs=config.max_num_seqs + config.max_drafts,
+        max_num_seqs=config.max_num_seqs,
         device=device,
         batch_invariant=config.batch_invariant,
     )

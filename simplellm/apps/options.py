@@ -84,6 +84,12 @@ CacheBytes = Annotated[
     int | None,
     typer.Option(help="Bytes for keys and values.  [what the memory allows]"),
 ]
+KVCacheDType = Annotated[
+    Literal["auto", "fp8"],
+    typer.Option(
+        help="Of keys and values. fp8: a byte for each number, half the memory."
+    ),
+]
 DType = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
     typer.Option(help="What to compute with.  [float32 on a CPU, else bfloat16]"),

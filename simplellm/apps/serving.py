@@ -13,6 +13,7 @@ from simplellm.apps.options import (
     CacheBytes,
     Drafts,
     DType,
+    KVCacheDType,
     ParallelSize,
     Speculative,
     Where,
@@ -135,6 +136,7 @@ def serve_model(
     device: Where = None,
     dtype: DType = None,
     cache_bytes: CacheBytes = None,
+    kv_cache_dtype: KVCacheDType = "auto",
     max_model_len: Length = None,
     speculative: Speculative = None,
     num_speculative_tokens: Drafts = None,
@@ -153,6 +155,7 @@ def serve_model(
     sizes: Any = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     sizes |= {"num_speculative_tokens": num_speculative_tokens}
     sizes |= {"tensor_parallel_size": tensor_parallel_size, "cache_bytes": cache_bytes}
+    sizes |= {"kv_cache_dtype": kv_cache_dtype}
     config = EngineConfig(**sizes, speculative=speculative)
     check_seconds(timeout, grace, watchdog_timeout)
     options = Options(

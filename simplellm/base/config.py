@@ -42,7 +42,7 @@ class ParameterTypeError(ParameterError, TypeError):
 
 
 @contextmanager
-def reraise_as(kind: type[ValueError], where: object = "") -> Iterator[None]:
+def raising(kind: type[ValueError], where: object = "") -> Iterator[None]:
     """Turn a TypeError or ValueError inside into a ``kind``, which begins ``where``."""
     try:
         yield
@@ -298,7 +298,7 @@ class RopeScaling:
     short_factor: tuple[float, ...] = ()  # up to the original length
     long_factor: tuple[float, ...] = ()
 
-    @reraise_as(ConfigError)
+    @raising(ConfigError)
     def __post_init__(self) -> None:
         check(self)
         fast, slow = self.beta_fast, self.beta_slow
@@ -387,7 +387,7 @@ class ModelConfig:
     tie_word_embeddings: bool = declared(False)
     eos_token_ids: tuple[int, ...] = ()
 
-    @reraise_as(ConfigError)
+    @raising(ConfigError)
     def __post_init__(self) -> None:
         check(self)
         most, chosen = self.num_local_experts, self.num_experts_per_tok
@@ -469,6 +469,9 @@ class EngineConfig:
     # Tokens do not depend on other requests; slower (VLLM_BATCH_INVARIANT).
     batch_invariant: bool = False
     operations: Literal["auto", "plain", "fused"] = "auto"  # PyTorch's or Triton's
+    # Keys and values in the model's dtype, or as e4m3, a byte each, but for those of
+    # sliding layers.
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     # Processes that share each weight, and compute each step together.
     tensor_parallel_size: int = declared(1)
     # Where drafts of the next tokens come from: "suffix", what the text said before, or

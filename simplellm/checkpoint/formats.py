@@ -36,8 +36,7 @@ class NumberFormat:
     ``dtype`` is what PyTorch calls that of the numbers, "uint8" for MXFP4 and "int4"
     for `simplellm.checkpoint.int4.Int4`. For the others, ``tile`` and ``inputs`` are
     those of `simplellm.checkpoint.scaled.Scaled`;
-    with ``one_scale`` a single one is stored, which all rows get. An `Int4` is the sum
-    of ``addends`` of 4 bits; with ``keep_dequantized``, it is there in float32, too.
+    with ``one_scale`` a single one is stored, which all rows get.
     """
 
     name: str
@@ -46,8 +45,6 @@ class NumberFormat:
     tile: tuple[int, int] = ROW_TILE
     inputs: bool = True
     one_scale: bool = False
-    addends: int = 1
-    keep_dequantized: bool = False
 
     @property
     def is_mxfp4(self) -> bool:
@@ -78,14 +75,11 @@ class NumberFormat:
         return ("I8" if self.dtype == "int8" else "F8_E4M3",), FLOATS
 
     def nbytes(self, shape: Shape) -> int:
-        """Bytes in memory of a weight of this ``shape``; scales become float32.
-
-        Without what ``keep_dequantized`` keeps.
-        """
+        """Bytes in memory of a weight of this ``shape``; scales become float32."""
         in_rows = replace(self, one_scale=False)
         first, scales, *_ = map(math.prod, in_rows.stored_shapes(shape).values())
         if self.dtype == "int4":  # with an offset beside each scale, in two bytes
-            return self.addends * (first // 2 + 4 * scales)
+            return first // 2 + 4 * scales
         return first + scales if self.is_mxfp4 else math.prod(shape) + 4 * scales
 
 
@@ -148,7 +142,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
     )
     expect(method in DIALECTS, f"{FIELD}.quant_method", method, expected)
     if config.get("kv_cache_scheme") is not None:
-        LOGGER.warning("kv_cache_scheme is ignored: keys and values are not rounded")
+        LOGGER.warning("kv_cache_scheme is ignored unless kv_cache_dtype is 'fp8'")
     return DIALECTS[config["quant_method"]](config)
 
 

@@ -31,7 +31,8 @@ class PagePool:
     """All pages, each of them in use, free or cached, and the tables of sequences.
 
     A page has room for ``page_size`` positions of one group of layers: the full ones
-    or, if ``window`` is given, the sliding ones. All ``num_pages`` serve either group.
+    or, if ``window`` is given, the sliding ones, of which there may be several groups.
+    All ``num_pages`` serve any group.
     With ``enable_caching``, full pages are found again by the tokens they were computed
     from, until they are evicted, the longest unused first. ``max_chunk`` is the most
     tokens that a sequence computes in one step, None any number: the smaller it is, the
@@ -44,16 +45,17 @@ class PagePool:
         page_size: int,
         *,
         window: int | None = None,
+        sliding_groups: int = 1,
         enable_caching: bool = True,
         max_chunk: int | None = None,
     ) -> None:
-        least = 1 if window is None else 2
+        self.windows = (None,) if window is None else (None, *[window] * sliding_groups)
+        least = len(self.windows)
         name = f"the number of pages of {page_size} tokens"
         expected = f"at least {least}: more cache_bytes or num_pages, or a smaller "
         expect(num_pages >= least, name, num_pages, expected + "page_size")
         self.num_pages = num_pages
         self.page_size = page_size
-        self.windows = (None,) if window is None else (None, window)
         self.enable_caching = enable_caching
         self.max_chunk = max_chunk
         self.tables: dict[int, PageTable] = {}
@@ -75,6 +77,7 @@ class PagePool:
             # At worst the oldest position in view is the last one of its page.
             span = self.windows[-1] - 1 + self.max_chunk
             sliding = (span + self.page_size - 2) // self.page_size + 1
+            sliding *= len(self.windows) - 1
             count = max(count, self.num_pages - sliding)
         return count * self.page_size
 

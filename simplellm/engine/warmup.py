@@ -11,17 +11,13 @@ from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig
 from simplellm.base.request import Request
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.checkpoint import RandomCheckpoint
-from simplellm.engine.graphs import (
-    MIXED_SIZES,
-    CaptureShape,
-    bucket_sizes,
-    verify_shapes,
-)
+from simplellm.engine.graphs import MIXED_SIZES, CaptureShape, bucket_sizes
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.sampler import SamplingTensors, adjust_logits
 from simplellm.model.build import build
-from simplellm.model.kv_pool import KVPool
+from simplellm.model.fp8_cache import make_pool
+from simplellm.model.memory import sliding_groups
 from simplellm.model.ops import Ops
 from simplellm.sampling.penalties import TokenCounts
 
@@ -43,9 +39,9 @@ def dummy_run(runner: Runner, shape: CaptureShape, ops: Ops) -> None:
     It needs the kernels of a real step of this shape. Several may be under way at once,
     and write over each other's results.
     """
-    tokens, decodes, chunks, queries = shape
-    flat, width = torch.zeros_like(runner.inputs), runner.table_width
-    batch = runner.view(flat, tokens, decodes + chunks, width, decodes, queries)
+    tokens, decodes, chunks = shape
+    flat = torch.zeros_like(runner.inputs)
+    batch = runner.view(flat, tokens, decodes + chunks, runner.table_width, decodes)
     batch.pad()
     rows = decodes or 1
     model, logits = replace(runner.model, ops=ops), runner.logits[:rows]
@@ -118,8 +114,14 @@ def warm_up(
     small = one_of_each(model)
     source = RandomCheckpoint(small, dtype=dtype, device=device, seed=0)
     stand_in = build(small, source.__getitem__, ops)
-    pool = KVPool(small, 2, config.page_size, dtype, device)
-    manager = PageManager(2, config.page_size, window=small.windows[-1])
+    groups = sliding_groups(small, dtype.itemsize, config.kv_cache_dtype)
+    pool = make_pool(small, config, 1 + groups, dtype, device)
+    manager = PageManager(
+        1 + groups,
+        config.page_size,
+        window=small.windows[-1],
+        sliding_groups=groups,
+    )
     longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
     runner = Runner(stand_in, pool, manager, config, longest)
     budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
@@ -129,7 +131,6 @@ def warm_up(
     shapes = [CaptureShape(size, 0, 1) for size in prompts]
     shapes += [CaptureShape.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
     shapes += [CaptureShape(size, size) for size in bucket_sizes(seqs)]
-    shapes += verify_shapes(seqs, config.max_drafts)
     steps: list[Callable[[Ops], object]] = [
         *(partial(dummy_run_experts, runner, size) for size in dict.fromkeys(prompts)),
         *(partial(dummy_sampler_run, runner, params) for params in DRAWS),

@@ -1,6 +1,6 @@
 """From weights by their names to a model: which of them its layers are made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import LAYER_TYPES, ModelConfig
+from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import tensor_names
+from simplellm.checkpoint.scaled import Scaled
 from simplellm.model.layers import (
     Attention,
     Dense,
@@ -103,8 +105,25 @@ def layer_rotations(
     return [tables[None if n in config.nope_layers else kind] for n, kind in kinds]
 
 
-def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
-    """A model of the weights that ``take`` delivers, as ``ops`` wants them."""
+def scaled_output(weight: Weight, scale: float) -> tuple[Weight, float]:
+    """The output projection that multiplies by ``scale`` too, and by what it does."""
+    if scale == 1 or not isinstance(weight, Tensor | Scaled):
+        return weight, 1.0
+    if isinstance(weight, Scaled):
+        return replace(weight, scales=weight.scales * scale), scale
+    return (weight.float() * scale).to(weight.dtype), scale
+
+
+def build(
+    config: ModelConfig,
+    take: Take,
+    ops: Ops,
+    scales: Sequence[tuple[float, float]] | None = None,
+) -> Model:
+    """A model of the weights that ``take`` delivers, as ``ops`` wants them.
+
+    ``scales`` of keys and of values, of each layer, are for a cache of FP8 numbers.
+    """
     names = tensor_names(config)
 
     def optional(name: str) -> Any:
@@ -122,10 +141,13 @@ def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
             return optional(f"{layer}.{name}")
 
         attn_norm = take_norm(part, "attn_norm", post)
+        full = config.window(index) is None
+        k_scale, v_scale = scales[index] if scales and full else (1.0, 1.0)
+        o, v_scale = scaled_output(part("attn.o.weight"), v_scale)
         attn = Attention(
             qkv=part("attn.qkv.weight"),
             qkv_bias=part("attn.qkv.bias"),
-            o=part("attn.o.weight"),
+            o=o,
             o_bias=part("attn.o.bias"),
             sinks=part("attn.sinks"),
             q_norm=part("attn.q_norm.weight"),
@@ -134,6 +156,8 @@ def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
             sin=sin,
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
+            dtype=embed_tokens.dtype,
+            kv_scales=(k_scale, v_scale),
         )
         mlp_norm = take_norm(part, "mlp_norm", part("attn_post_norm.weight"))
         layer = Layer(attn_norm, attn, mlp_norm, take_mlp(part, config))

@@ -7,6 +7,7 @@ heads, K kv heads, D head_dim, E experts, I intermediate size.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import StoredWeight, Weight
@@ -27,6 +28,10 @@ class Attention:
     sin: Tensor
     head_dim: int
     eps: float  # of q_norm and k_norm
+    dtype: torch.dtype | None = None  # of q; None: that of the cache
+    # What keys and values are divided by before they are rounded to the cache's dtype.
+    # Queries are multiplied by the first; ``o`` has been by the second.
+    kv_scales: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,41 +69,49 @@ def weight_bytes(config: ModelConfig, itemsize: int = 2) -> dict[str, int]:
     return by_kind(config, size)
 
 
-def copied_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Numbers that are there beside their packed weights, as some are on a CPU.
-
-    For products with many tokens in float32; of a head that is the embedding, too, its
-    rows to look up.
-    """
-    shapes, forms = tensor_shapes(config), config.formats
-    copies = (
-        4 * math.prod(shapes[n]) for n, form in forms.items() if form.keep_dequantized
-    )
-    looked_up = config.tie_word_embeddings and "lm_head.weight" in forms
-    return sum(copies) + itemsize * looked_up * math.prod(shapes["embed_tokens.weight"])
-
-
 def position_bytes(config: ModelConfig, itemsize: int) -> int:
     """A key and a value of one position in one layer."""
     return 2 * config.num_key_value_heads * config.head_dim * itemsize
 
 
 def kv_bytes(
-    config: ModelConfig, tokens: int, *, itemsize: int = 2, windowed: bool = True
+    config: ModelConfig,
+    tokens: int,
+    *,
+    itemsize: int = 2,
+    windowed: bool = True,
+    kv_cache_dtype: str = "auto",
 ) -> int:
     """The keys and values of one sequence of ``tokens`` tokens.
 
     ``windowed`` lets a sliding layer keep no more than its window.
     """
-    windows = map(config.window, range(config.num_hidden_layers))
-    kept = (min(tokens, w) if w and windowed else tokens for w in windows)
-    return position_bytes(config, itemsize) * sum(kept)
+    total, full = 0, 1 if kv_cache_dtype == "fp8" else itemsize
+    for window in map(config.window, range(config.num_hidden_layers)):
+        kept = min(tokens, window) if window and windowed else tokens
+        total += kept * position_bytes(config, itemsize if window else full)
+    return total
 
 
-def page_bytes(config: ModelConfig, page_size: int, itemsize: int) -> int:
+def sliding_groups(config: ModelConfig, itemsize: int, kv_cache_dtype: str) -> int:
+    """How many groups the sliding layers form, each with pages of its own.
+
+    Beside full layers in FP8, one group of all would fill pages ``itemsize`` times as
+    large as those layers need. So they form as many.
+    """
+    sliding = config.layer_types.count("sliding_attention")
+    return min(sliding, itemsize if kv_cache_dtype == "fp8" else 1)
+
+
+def page_bytes(
+    config: ModelConfig, page_size: int, itemsize: int, kv_cache_dtype: str = "auto"
+) -> int:
     """A page: keys and values of the larger group of layers, full or sliding."""
-    layers = max(Counter(config.layer_types).values())
-    return layers * page_size * position_bytes(config, itemsize)
+    counts = Counter(config.layer_types)
+    groups = max(1, sliding_groups(config, itemsize, kv_cache_dtype))
+    sliding = -(-counts["sliding_attention"] // groups) * itemsize
+    full = counts["full_attention"] * (1 if kv_cache_dtype == "fp8" else itemsize)
+    return max(full, sliding) * page_size * position_bytes(config, 1)
 
 
 def activation_bytes(
@@ -179,11 +187,13 @@ def num_pages(
             room = int(free - (1 - share) * total)
     if room is None:
         longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
-        wanted_room = kv_bytes(model, longest, itemsize=itemsize) + CPU_CACHE_BYTES
+        dtype = config.kv_cache_dtype
+        wanted_room = kv_bytes(model, longest, itemsize=itemsize, kv_cache_dtype=dtype)
+        wanted_room += CPU_CACHE_BYTES
         share = int(free_bytes(device)[0] * CPU_CACHE_SHARE)
         share //= config.tensor_parallel_size  # ranks on a CPU share its memory
         room = max(CPU_CACHE_BYTES, min(share, wanted_room))
-    each = page_bytes(model, config.page_size, itemsize)
+    each = page_bytes(model, config.page_size, itemsize, config.kv_cache_dtype)
     expected = f"at least one page of {each} bytes"
     expect(room >= each, "the room for pages, in bytes,", room, expected)
     return room // each
@@ -210,14 +220,16 @@ class Need:
         weights = weight_bytes(model, itemsize)
         if mapped:
             weights.pop("experts", None)
-        in_all = sum(weights.values()) + copied_bytes(model, itemsize)
         tokens = config.max_num_batched_tokens
+        dtype = config.kv_cache_dtype
         if config.num_pages is not None:
-            cache = config.num_pages * page_bytes(model, config.page_size, itemsize)
+            each = page_bytes(model, config.page_size, itemsize, dtype)
+            cache = config.num_pages * each
         else:
-            cache = config.cache_bytes or kv_bytes(model, tokens, itemsize=itemsize)
+            step = kv_bytes(model, tokens, itemsize=itemsize, kv_cache_dtype=dtype)
+            cache = config.cache_bytes or step
         step = activation_bytes(model, tokens, config.max_num_seqs, itemsize)
-        return cls(in_all, cache, step)
+        return cls(sum(weights.values()), cache, step)
 
 
 def shortage(device: torch.device, takes: str) -> Exception:

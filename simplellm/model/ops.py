@@ -13,7 +13,7 @@ intermediate size.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,6 +79,14 @@ def add_norm(
     return residual, rms_norm(residual, weight, eps)
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in ``dtype``, in which an FP8 number that is too large is its largest."""
+    if dtype == torch.float8_e4m3fn:
+        largest = torch.finfo(dtype).max
+        x = x.clamp(-largest, largest)
+    return x.to(dtype)
+
+
 def rope_and_cache(
     qkv: Tensor,
     attn: Attention,
@@ -87,11 +95,12 @@ def rope_and_cache(
     values: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Rotated q [T, H, D] in the dtype of ``keys``; k and v go into their pages.
+    """Rotated q [T, H, D] in ``attn.dtype``; k and v go into their pages.
 
     ``qkv`` [T, (H + 2K) * D], or [T, parts, ...] that are summed, still without its
     bias. ``keys`` and ``values`` are one layer's pages [pages, page_size, K, D];
-    ``slots`` int32 [T] says where, -1 for a token that is written nowhere.
+    ``slots`` int32 [T] says where, -1 for a token that is written nowhere. In a cache
+    of FP8 numbers those that are too large for it become its largest.
     """
     kv_heads, dim = keys.shape[2:]
     x = qkv.float() if qkv.ndim == 2 else qkv.float().sum(1)
@@ -102,10 +111,12 @@ def rope_and_cache(
         q, k = rms_norm(q, attn.q_norm, attn.eps), rms_norm(k, attn.k_norm, attn.eps)
     cos, sin = attn.cos[positions], attn.sin[positions]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    k_scale, v_scale = attn.kv_scales
     real = slots >= 0
-    for pages, rows in ((keys, k), (values, v)):
-        pages.flatten(0, 1)[slots[real]] = rows[real].to(pages.dtype)
-    return q.to(keys.dtype)
+    pages, places = slots[real] // keys.shape[1], slots[real] % keys.shape[1]
+    for cache, rows in ((keys, k * (1 / k_scale)), (values, v * (1 / v_scale))):
+        cache[pages, places] = rounded(rows[real], cache.dtype)
+    return (q * k_scale).to(attn.dtype or keys.dtype)
 
 
 def gather(x: Tensor, pages: Tensor) -> Tensor:
@@ -130,7 +141,8 @@ def attend_decodes(
         mask = torch.ones_like(where, dtype=torch.bool)  # [n, S]
         if masked is not None:
             mask = torch.from_numpy(~masked).to(q.device)
-        k, v = (x.flatten(0, 1)[where] for x in (keys, values))  # [n, S, K, D]
+        at = where // keys.shape[1], where % keys.shape[1]
+        k, v = keys[at], values[at]  # [n, S, K, D]
         output = masked_attention(q[which, None], k, v, mask[:, None], sinks, scale)
         out[which] = output[:, 0]
 
@@ -171,8 +183,6 @@ def attend(
     them; ``sinks`` [H] are logits. Scores are scaled by 1/sqrt(D). A padding row is 0.
     """
     out = torch.zeros_like(q)
-    if group.queries > 1:  # decodes are as chunks then
-        group = replace(group, decodes=0)
     attend_decodes(q, keys, values, group, sinks, out)
     attend_chunks(q, keys, values, group, sinks, out)
     return out

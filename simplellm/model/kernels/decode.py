@@ -68,13 +68,19 @@ DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
 
 
 @cache
-def decode_tiles(batch: int, dim: int, window: int | None) -> DecodeTiles:
-    """What the kernel runs with for so many sequences, and heads of ``dim``."""
+def decode_tiles(
+    batch: int, dim: int, window: int | None, itemsize: int = 2
+) -> DecodeTiles:
+    """What the kernel runs with for so many sequences, and heads of ``dim``.
+
+    Of keys of one byte a number, as many bytes are under way.
+    """
     table = DECODE_TILES if dim <= 64 else WIDE_TILES
     tiles = table[max(least for least in table if least <= batch)]
     if window is not None and window <= DECODE_WINDOW.block:
         tiles = DECODE_WINDOW
-    return tiles._replace(block=block_of(tiles.block, dim))
+    block = block_of(tiles.block, dim)
+    return tiles._replace(block=2 * block if itemsize == 1 else block)
 
 
 def choose_splits(batch: int, kv_heads: int) -> int:
@@ -303,6 +309,7 @@ def decode_kernel(
                     *(q_ptr, cell, keys_ptr, values_ptr, newest_row, is_mine),
                     *(top, total, scale, D, DIMS, PDL),
                 )
+        k, v = k.to(q.dtype), v.to(q.dtype)  # if they are stored in FP8
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = tl.where(there[None, :], logits, float("-inf"))
         top, total, acc = softmax_update(logits, v, top, total, acc, scale)
@@ -422,7 +429,7 @@ def decode_attention(
     """
     batch, pages_in_row = group.decodes, group.tables.shape[1]
     sizes = AttentionSizes.of(q, keys, group.window, sinks is not None)
-    tiles = decode_tiles(batch, sizes.D, group.window)
+    tiles = decode_tiles(batch, sizes.D, group.window, keys.itemsize)
     splits, scale, start, join, join_grid = decode_plan(
         tiles, batch, pages_in_row, sizes
     )

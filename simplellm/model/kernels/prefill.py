@@ -202,6 +202,7 @@ def prefill_kernel(
         k, v = load_pair(keys_ptr, values_ptr, rows, at < stop, D, DIMS)
         # The next tile's rows are on their way while this one is computed with.
         rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # if they are stored in FP8
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = apply_mask(logits, at[None, :], queries, first, clear, stop, WINDOW)
         top, total, acc = softmax_update(logits, v, top, total, acc, scale)

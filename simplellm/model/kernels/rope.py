@@ -21,6 +21,14 @@ def load_norms(q_norm_ptr, k_norm_ptr, of_q, dims, D: tl.constexpr):
     return tl.where(of_q, q_norm, k_norm)
 
 
+@triton.jit
+def as_stored(x, cache_ptr):
+    """x as the cache's numbers; what is too large for one of FP8 is its largest."""
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x, -448.0, 448.0)
+    return x.to(cache_ptr.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def rope_kernel(
     # Pointers
@@ -36,6 +44,9 @@ def rope_kernel(
     keys_ptr,  # [pages, page_size, K, D]
     values_ptr,
     eps,  # of the norms
+    k_scale,  # what q is multiplied by, and keys and values
+    k_inverse,
+    v_inverse,
     # Strides, in elements
     stride_page_keys,
     stride_page_values,
@@ -56,7 +67,7 @@ def rope_kernel(
     x = sum of the parts + bias
     x = x / sqrt(mean(x^2) + eps) * norm        if there are norms, unless x is of v
     x = a * cos - b * sin, b * cos + a * sin    unless x is of v
-    q[token] = x  or, if slot >= 0,  keys[slot] = x  or  values[slot] = x
+    q[token] = x  or, if slot >= 0,  keys[slot] = x  or  values[slot] = x,  scaled
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -96,21 +107,22 @@ def rope_kernel(
         a = tl.where(turned, a * scale * a_norm, a)
         b = tl.where(turned, b * scale * b_norm, b)
     a, b = tl.where(turned, a * c - b * s, a), tl.where(turned, b * c + a * s, b)
+    scale = tl.where(head < H, k_scale, tl.where(turned, k_inverse, v_inverse))
     of_q = inside & (head < H)
     out = q_ptr + token * (H * D)
+    a, b = a * scale, b * scale
     tl.store(out + first, a.to(q_ptr.dtype.element_ty), mask=of_q)
     tl.store(out + second, b.to(q_ptr.dtype.element_ty), mask=of_q)
-    # Without a slot, only the heads of q are stored.
     stored = inside & (head < tl.where(slot >= 0, H + 2 * K, H))
     page, offset = slot // PAGE, slot % PAGE
     of_k = stored & (head >= H) & (head < H + K)
     key = keys_ptr + page * stride_page_keys + offset * (K * D) - H * D
-    tl.store(key + first, a.to(keys_ptr.dtype.element_ty), mask=of_k)
-    tl.store(key + second, b.to(keys_ptr.dtype.element_ty), mask=of_k)
+    tl.store(key + first, as_stored(a, keys_ptr), mask=of_k)
+    tl.store(key + second, as_stored(b, keys_ptr), mask=of_k)
     of_v = stored & (head >= H + K)
     value = values_ptr + page * stride_page_values + offset * (K * D) - (H + K) * D
-    tl.store(value + first, a.to(values_ptr.dtype.element_ty), mask=of_v)
-    tl.store(value + second, b.to(values_ptr.dtype.element_ty), mask=of_v)
+    tl.store(value + first, as_stored(a, values_ptr), mask=of_v)
+    tl.store(value + second, as_stored(b, values_ptr), mask=of_v)
 
 
 @cache
@@ -151,7 +163,7 @@ def rope_and_cache(
     values: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Rotated q [T, H, D] in the dtype of ``keys``; k and v go into their pages.
+    """Rotated q [T, H, D] in ``attn.dtype``; k and v go into their pages.
 
     ``qkv`` [T, W] holds the heads of q, k and v in this order, or [T, S, W] the parts
     that they are the sums of, contiguous; ``attn`` has a bias [W] and norms [D] of the
@@ -163,7 +175,8 @@ def rope_and_cache(
     num_tokens, width = qkv.shape[0], qkv.shape[-1]
     _, page_size, kv_heads, dim = keys.shape
     heads = width // dim - 2 * kv_heads
-    q = keys.new_empty(num_tokens, heads, dim)
+    q = keys.new_empty(num_tokens, heads, dim, dtype=attn.dtype or keys.dtype)
+    k_scale, v_scale = attn.kv_scales
     parts = 1 if qkv.ndim == 2 else qkv.shape[1]
     has_bias, has_norms = attn.qkv_bias is not None, attn.q_norm is not None
     start, programs = rope_launcher(
@@ -173,6 +186,7 @@ def rope_and_cache(
         (num_tokens, programs, 1),
         *(qkv, attn.qkv_bias, attn.q_norm, attn.k_norm),
         *(positions, attn.cos, attn.sin, slots, q, keys, values),
-        *(attn.eps, keys.stride(0), values.stride(0)),
+        *(attn.eps, k_scale, 1 / k_scale, 1 / v_scale),
+        *(keys.stride(0), values.stride(0)),
     )
     return q
