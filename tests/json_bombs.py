@@ -18,7 +18,7 @@ import numpy as np
 from more_bombs import SCHEMAS, TEXTS
 
 import simplellm
-from simplellm.base.grammar import GrammarError, Walk
+from simplellm.base.grammar import GrammarError, GrammarState
 from simplellm.base.sampling_params import StructuredOutputs
 from simplellm.structured.rules import output_rules, rules_text, schema_rules
 from simplellm.structured.vocabulary import Grammars
@@ -193,7 +193,7 @@ def measured(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     try:
         text = rules_text(rules_of(name))
         grammars = Grammars(tokenizer, tokenizer.vocab_size, frozenset([end]))
-        walk = grammars.compile(text).walk()
+        state = grammars.compile(text).start()
     except ValueError as error:
         found["refused"] = str(error)[:200]
     found["compile"] = time.process_time() - start
@@ -201,8 +201,8 @@ def measured(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     for _ in range(0 if found["refused"] else STEPS):
         start = time.process_time()
         try:
-            walk.advance(new)
-            new = walk.forced() or [chosen(walk, end)]
+            state.advance(new)
+            new = state.forced() or [chosen(state, end)]
         except GrammarError as error:
             found["error"] = str(error)
         found["step"] = max(found["step"], time.process_time() - start)
@@ -212,10 +212,10 @@ def measured(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     return found
 
 
-def chosen(walk: Walk, end: int) -> int:
+def chosen(state: GrammarState, end: int) -> int:
     """A token that may come next; ``end`` where there is no other."""
-    bits = np.frombuffer(walk.matcher.compute_bitmask(), np.uint8)
-    walk.check()
+    bits = np.frombuffer(state.matcher.compute_bitmask(), np.uint8)
+    state.check()
     allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     some = allowed[allowed != end]
     return int(CHANCE.choice(some)) if len(some) else end

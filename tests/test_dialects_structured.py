@@ -22,7 +22,7 @@ from test_structured import ADD, CITY, FIND, FORMAT, FREE, RESULT, SCHEMAS
 
 from simplellm import LLM, StructuredOutputs, Tool
 from simplellm.api.chat_options import as_format, turn_constraint
-from simplellm.base.grammar import BitmaskFiller, GrammarError, Walk
+from simplellm.base.grammar import BitmaskFiller, GrammarError, GrammarState
 from simplellm.structured.rules import rules_text
 from simplellm.structured.vocabulary import Grammars
 from simplellm.text.harmony import ToolCall
@@ -69,23 +69,25 @@ class Opened:
 
     def fits(self, grammar: Any, text: str) -> bool:
         """Whether a turn may be ``text``, control tokens by name, and end behind it."""
-        matcher, ids = grammar.walk().matcher, self.encode(text)
+        matcher, ids = grammar.start().matcher, self.encode(text)
         taken: int = matcher.try_consume_tokens(ids)
         return taken == len(ids) and matcher.is_accepting()
 
-    def wander(self, walk: Walk, rng: random.Random, most: int = 400) -> list[int]:
+    def wander(
+        self, state: GrammarState, rng: random.Random, most: int = 400
+    ) -> list[int]:
         """A random turn, with what is forced; cut if it goes on for too long."""
         ids: list[int] = []
-        while not walk.matcher.is_stopped() and len(ids) < most:
-            if not (new := walk.forced() if rng.random() < 0.7 else []):
-                bits = np.frombuffer(walk.matcher.compute_bitmask(), dtype=np.uint8)
+        while not state.matcher.is_stopped() and len(ids) < most:
+            if not (new := state.forced() if rng.random() < 0.7 else []):
+                bits = np.frombuffer(state.matcher.compute_bitmask(), dtype=np.uint8)
                 allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
                 some = np.intersect1d(allowed, self.brief)
                 hurry = len(some) and rng.random() < 0.3 + len(ids) / most
                 new = [int(rng.choice(some if hurry else allowed))]
-            walk.advance(new)  # or it raises
+            state.advance(new)  # or it raises
             ids += new
-        return ids if walk.matcher.is_stopped() else []
+        return ids if state.matcher.is_stopped() else []
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +208,7 @@ def test_an_answer_keeps_the_white_space_it_has_to_have(
         grammar = own.turn(outputs=StructuredOutputs(**outputs))
 
         def taken(ids: Sequence[int], grammar: Any = grammar) -> bool:
-            matcher = grammar.walk().matcher
+            matcher = grammar.start().matcher
             count: int = matcher.try_consume_tokens(ids)
             return count == len(ids) and matcher.is_accepting()
 
@@ -249,7 +251,7 @@ def test_names_of_functions_are_text(opened: dict[str, Opened], kind: str) -> No
     own = opened[kind]
     for name in ('a"|', "a\\", "[ARGS]", "NAME", "@a", "ä😀", "e\u0301"):
         grammar = own.turn(None, [Tool(name, "", CITY, strict=True)], "required")
-        ids = own.wander(grammar.walk(), random.Random(5))
+        ids = own.wander(grammar.start(), random.Random(5))
         _, _, calls = turn_of(own.dialect, own.tokenizer, ids)
         assert calls and {call.name for call in calls} == {name}
 
@@ -268,10 +270,10 @@ def test_forced_tokens_spell_their_text(opened: dict[str, Opened], text: str) ->
     """Though tokenizers put a space in front, or another form of a character."""
     for own in opened.values():
         lark = f"start: {json.dumps(text)}"
-        walk = own.grammars.compile(rules_text({"lark_grammar": lark})).walk()
+        state = own.grammars.compile(rules_text({"lark_grammar": lark})).start()
         ids: list[int] = []
-        while new := walk.forced():
-            walk.advance(new)
+        while new := state.forced():
+            state.advance(new)
             ids += new
         assert own.tokenizer.decode(ids).startswith(text)
 
@@ -320,13 +322,13 @@ def test_what_no_token_spells_fits_no_answer(opened: dict[str, Opened]) -> None:
     """SmolLM2 lacks some bytes: an answer that needs one is its request's own fault."""
     own = opened["smollm"]
     grammar = own.grammars.compile(rules_text({"lark_grammar": r'start: "a\u0004b"'}))
-    walk = grammar.walk()
-    walk.advance(walk.forced())
+    state = grammar.start()
+    state.advance(state.forced())
     bits = np.zeros((1, own.tokenizer.vocab_size // 32 + 1), dtype=np.uint32)
     with pytest.raises(GrammarError, match="there is no text that fits"):
-        BitmaskFiller().fill([walk], bits)
+        BitmaskFiller().fill([state], bits)
     free = own.grammars.compile(rules_text({"lark_grammar": r"start: /[\x00-z]*/"}))
-    free.walk().advance(own.encode("ab"))
+    free.start().advance(own.encode("ab"))
 
 
 def checked(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
@@ -362,7 +364,7 @@ def test_any_turn_is_parsed_as_it_was_meant(
     form = FORMAT | {"json_schema": {"name": "x", "schema": answer}}
     choice = "required" if must else None
     grammar = own.turn(form if answer else None, tools, choice)
-    ids = own.wander(grammar.walk(), random.Random(seed))
+    ids = own.wander(grammar.start(), random.Random(seed))
     if not ids:
         return
     _, content, calls = turn_of(own.dialect, own.tokenizer, ids, grammar)

@@ -25,8 +25,9 @@ from test_runner import Tape
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
 from simplellm.base.request import Event, Request
 from simplellm.engine import graphs
+from simplellm.engine.graphs import QUERIES, CaptureShape
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.speculation import Guesses, Speculator
+from simplellm.engine.speculation import DraftState, Speculator
 from simplellm.model.memory import sliding_groups
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
@@ -176,10 +177,10 @@ class Prophet(Speculator):
         super().__init__(chance.choice([1, 2, 5]))
         self.alone, self.chance = alone, chance
 
-    def _guess(self, request: Request, tokens: Sequence[int]) -> Guesses:
-        guesses = self.guesses.setdefault(request, Guesses(self.drafter()))
-        if guesses.length == len(tokens):
-            return guesses
+    def _update(self, request: Request, tokens: Sequence[int]) -> DraftState:
+        state = self.draft_states.setdefault(request, DraftState(self.drafter()))
+        if state.length == len(tokens):
+            return state
         prompt = tokens[: request.num_prompt]
         params = replace(request.params, seed=request.seed)
         expected, _ = self.alone(tuple(prompt), params)
@@ -189,9 +190,9 @@ class Prophet(Speculator):
         for index in range(len(drafts)):
             if self.chance.random() < 0.2:
                 drafts[index] = self.chance.randrange(VOCAB)
-        guesses.length = len(tokens)
-        guesses.drafts = drafts if self.chance.random() < 0.8 else []
-        return guesses
+        state.length = len(tokens)
+        state.drafts = drafts if self.chance.random() < 0.8 else []
+        return state
 
 
 def run_case(
@@ -216,7 +217,9 @@ def run_case(
     if captured:
         runner = engine.runner
         runner._pages = lambda scheduled: runner.table_width  # type: ignore
-        runner.capture(range(1, len(runner.sampled_tokens) + 1, 2), (4, 8, 24, 64))
+        sizes = range(1, len(runner.sampled_tokens) + 1, 2)
+        verifying = [CaptureShape(n, n, queries=QUERIES) for n in sizes[1:40]]
+        runner.capture(sizes, (4, 8, 24, 64), verifying if drafts else ())
     manager = engine.scheduler.manager
     numbers = itertools.count()
     families = [make_family(chance, numbers) for _ in range(chance.randrange(3, 8))]
@@ -306,9 +309,9 @@ def test_captured_steps_give_the_tokens_of_a_request_alone(
     monkeypatch.setattr(graphs, "record", tape)
     model = load_model(folder, device="cpu")
     for seed in range(CASES):
-        run_case(model, alone, seed, captured=True)
-    chunks = Counter(shape.chunks > 0 for shape in tape.replays)
-    assert min(chunks[True], chunks[False]) >= 300, chunks
+        run_case(model, alone, seed, captured=True, drafts=seed % 2 == 0)
+    kinds = Counter((shape.chunks > 0, shape.queries) for shape in tape.replays)
+    assert min(kinds[True, 1], kinds[False, 1], kinds[False, QUERIES]) >= 200, kinds
 
 
 @pytest.mark.exhaustive

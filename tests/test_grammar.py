@@ -84,7 +84,7 @@ def test_whatever_is_drawn_fits(
             assert FITS.fullmatch(output.text), output.text
         else:
             assert output.finish_reason == "length" and len(output.token_ids) == 90
-            grammar.walk().advance(output.token_ids)  # or it raises
+            grammar.start().advance(output.token_ids)  # or it raises
 
 
 def test_forced_tokens_take_no_step_of_their_own(
@@ -128,22 +128,22 @@ def test_signs_and_names_of_json_have_to_come(llm: LLM, grammars: Grammars) -> N
     number = {"type": "integer", "minimum": 0, "maximum": 9}
     schema = {"properties": {"a name": number, "b": number}, "type": "object"}
     closed = schema | {"required": ["a name", "b"], "additionalProperties": False}
-    walk = grammars.compile(rules_text(schema_rules(closed, "schema"))).walk()
+    state = grammars.compile(rules_text(schema_rules(closed, "schema"))).start()
     for chosen, forced in (("", '{"a name":'), (" 7", ","), (' "', 'b":'), ("3", "}")):
-        walk.advance(llm.tokenizer.encode(chosen))
-        found = walk.forced()
+        state.advance(llm.tokenizer.encode(chosen))
+        found = state.forced()
         assert llm.tokenizer.decode(found) == forced
-        walk.advance(found)
+        state.advance(found)
 
 
 def test_a_long_text_that_has_to_come_comes_in_parts(
     llm: LLM, grammars: Grammars
 ) -> None:
     grammar = grammars.compile("start: /[ab]b{40000}/")
-    walk = grammar.walk()
-    walk.advance(llm.tokenizer.encode("a"))
+    state = grammar.start()
+    state.advance(llm.tokenizer.encode("a"))
     begin = time.process_time()
-    forced = walk.forced()
+    forced = state.forced()
     assert time.process_time() - begin < 1
     assert 0 < len(forced) <= MOST_FORCED
     most = 2 * MOST_FORCED
@@ -338,12 +338,12 @@ def test_walks_of_a_grammar_have_several_lexers(
     monkeypatch.setattr("simplellm.structured.vocabulary.QUICK", quick)
     grammar = grammars.compile(PAIRS)
     assert 1 + len(grammar.others) == lexers
-    walks = [grammar.walk(number) for number in range(5)]
+    states = [grammar.start(number) for number in range(5)]
     for text in ('{"north', 'east":1', "2"):
-        for walk in walks:
-            walk.advance(grammars.tokenizer.encode(text))
+        for state in states:
+            state.advance(grammars.tokenizer.encode(text))
         bits = np.zeros((5, -(-grammars.vocab_size // 32)), np.uint32)
-        BitmaskFiller().fill(walks, bits)
+        BitmaskFiller().fill(states, bits)
         assert bits.any() and (bits == bits[0]).all()
 
 
@@ -364,7 +364,7 @@ def test_a_busy_engine_leaves_a_grammar_its_lexers(
 
 
 class Copied:
-    """In place of a matcher: it tells of which one a walk is a copy."""
+    """In place of a matcher: it tells of which one a state is a copy."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -377,9 +377,9 @@ def test_walks_share_the_lexers_evenly() -> None:
     """Whichever requests of a step it is that follow the grammar."""
     grammar = Grammar("", Copied("a"), [Copied("b"), Copied("c")])
     numbers = range(0, 18, 3)
-    found = [grammar.walk(number) for number in numbers]
-    assert [walk.matcher for walk in found] == [*"abcabc"]
-    assert [walk.request_id for walk in found] == [*numbers]
+    found = [grammar.start(number) for number in numbers]
+    assert [state.matcher for state in found] == [*"abcabc"]
+    assert [state.request_id for state in found] == [*numbers]
 
 
 @pytest.mark.parametrize("text", ["start: nothing", "start: /(/", "", "{"])

@@ -7,20 +7,28 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from families import write
+from families import case, write
 from gguf import GGMLQuantizationType
 from gguf_files import write_gguf
-from test_gguf import IDS, MODELS, Written, random_blocks, worst
+from test_gguf import IDS, MODELS, SIZES, Written, random_blocks, worst
 from torch import Tensor
 from torch.nn import functional
 
-from simplellm import LLM
+from simplellm import LLM, EngineConfig
 from simplellm.api import operations
 from simplellm.api.load import read_weights
 from simplellm.checkpoint import int4
-from simplellm.checkpoint.gguf.packed import READERS, packed_of
+from simplellm.checkpoint.gguf.packed import READERS, pack_rows
 from simplellm.checkpoint.gguf.source import GGUFCheckpoint
-from simplellm.checkpoint.int4 import FEW, Int4, as_bfloat16, packs
+from simplellm.checkpoint.int4 import (
+    MAX_PACKED_TOKENS,
+    ROWS,
+    Int4,
+    as_bfloat16,
+    has_int4_product,
+)
+from simplellm.model.layers import Dense
+from simplellm.model.memory import Need
 from simplellm.model.ops import PLAIN
 
 KINDS = list(READERS)
@@ -29,7 +37,7 @@ ULP = 2**-7  # of bfloat16, at most
 
 @pytest.fixture
 def packing() -> None:
-    if not packs():
+    if not has_int4_product():
         pytest.skip("PyTorch has no fast product of 4 bits for this processor")
 
 
@@ -38,7 +46,7 @@ def weights(kind: str, rows: int, columns: int) -> tuple[Tensor, Int4, Int4]:
     blocks = random_blocks(kind, rows, columns)
     meant = torch.from_numpy(gguf.dequantize(blocks, GGMLQuantizationType[kind]))
     bits = torch.from_numpy(blocks)
-    return meant, packed_of(bits, kind, False), packed_of(bits, kind, True)
+    return meant, pack_rows(bits, kind, False), pack_rows(bits, kind, True)
 
 
 def inputs(rows: int, columns: int) -> Tensor:
@@ -48,12 +56,12 @@ def inputs(rows: int, columns: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_ggmls_but_for_rounded_scales(kind: str, packing: None) -> None:
     meant, _, packed = weights(kind, 48, 128)
-    assert packed.numbers is not None and packed.shape == meant.shape
+    assert packed.dequantized is not None and packed.shape == meant.shape
     # A scale is off by 1/512 at most, and multiplies 15 steps at most.
     largest = meant.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
     steps = 16 if kind != "Q8_0" else 1
-    assert ((packed.numbers - meant).abs() <= steps * largest / 256).all()
-    assert worst(packed.numbers, meant) < 4e-3
+    assert ((packed.dequantized - meant).abs() <= steps * largest / 256).all()
+    assert worst(packed.dequantized, meant) < 4e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,11 +72,11 @@ def test_products_are_those_of_the_numbers(
     kind: str, rows: int, columns: int, packing: None
 ) -> None:
     _, packed, with_numbers = weights(kind, rows, columns)
-    assert with_numbers.numbers is not None
+    assert with_numbers.dequantized is not None
     bias = inputs(1, rows)[0]
-    for count in (1, 2, 5, FEW, FEW + 1, 40):
+    for count in (1, 2, 5, MAX_PACKED_TOKENS, MAX_PACKED_TOKENS + 1, 40):
         x = inputs(count, columns)
-        exact = functional.linear(as_bfloat16(x), with_numbers.numbers)
+        exact = functional.linear(as_bfloat16(x), with_numbers.dequantized)
         size = float(exact.std())
         for weight in (packed, with_numbers):
             found = weight.product(x)
@@ -84,7 +92,9 @@ def test_a_row_is_the_same_in_any_company(kind: str, packing: None) -> None:
     x = inputs(40, 256)
     alone = torch.cat([packed.product(row[None]) for row in x])
     assert torch.equal(packed.product(x), alone)
-    assert torch.equal(with_numbers.product(x[:FEW]), alone[:FEW])
+    assert torch.equal(
+        with_numbers.product(x[:MAX_PACKED_TOKENS]), alone[:MAX_PACKED_TOKENS]
+    )
 
 
 @pytest.mark.parametrize("name", ["Llama", "Llama tied", "Qwen3"])
@@ -103,7 +113,7 @@ def test_logits_are_as_near_as_in_bfloat16(
     half = read_weights(rounded, torch.bfloat16, torch.device("cpu"), PLAIN)
     bound = 1.5 * worst(half.logits(IDS.tolist()), theirs)
     assert bound < 0.2
-    for count in (FEW, len(IDS)):
+    for count in (MAX_PACKED_TOKENS, len(IDS)):
         assert worst(model.logits(IDS[:count].tolist()), theirs[:count]) < bound
 
 
@@ -122,9 +132,35 @@ def test_what_is_packed(packing: None, tmp_path: Path) -> None:
     assert "layers.1.attn.qkv.weight" not in formats  # its parts are joined
     assert "layers.0.mlp.down.weight" not in formats
     packed = source["layers.0.mlp.gate_up.weight"]
-    assert isinstance(packed, Int4) and packed.numbers is not None
+    assert isinstance(packed, Int4) and packed.dequantized is not None
     stored = sum(i.nbytes for i in source.stored("layers.0.mlp.gate_up.weight"))
-    assert packed.nbytes - packed.numbers.nbytes == stored
+    assert packed.nbytes - packed.dequantized.nbytes == stored
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_forecast_of_memory_counts_what_is_there_twice(
+    tied: bool,
+    kind: str,
+    packing: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: dict[str, Any] = {**SIZES, "vocab_size": 7 * ROWS}
+    sizes["tie_word_embeddings"] = tied
+    monkeypatch.setitem(MODELS, "Llama", lambda: case("Llama", **sizes))
+    source = GGUFCheckpoint(
+        Written("Llama", tmp_path, lambda *_: kind).path, packed=True
+    )
+    model = read_weights(source, torch.float32, torch.device("cpu"), PLAIN)
+    assert isinstance(model.lm_head, Int4)
+    held: list[Any] = [model.embed_tokens, model.lm_head, model.norm]
+    for layer in model.layers:
+        assert isinstance(layer.mlp, Dense)
+        held += [layer.attn_norm, layer.mlp_norm]
+        held += [layer.attn.qkv, layer.attn.o, layer.mlp.gate_up, layer.mlp.down]
+    counted = Need.of(source.config, EngineConfig().resolved("cpu"), 4).weights
+    assert counted == sum(weight.nbytes for weight in held)
 
 
 @pytest.fixture
@@ -151,7 +187,7 @@ def test_numbers_that_are_asked_for_stay_numbers(
         assert packed_in(llm) == {False}
     with LLM(file, operations="plain", **options) as llm:
         assert packed_in(llm) == {False}
-    monkeypatch.setattr(operations, "packs", lambda: False)
+    monkeypatch.setattr(operations, "has_int4_product", lambda: False)
     with LLM(file, **options) as llm:
         assert packed_in(llm) == {False}
 
@@ -167,8 +203,8 @@ def test_a_wrong_product_is_not_used(
     }
     for wrong in broken.values():
         monkeypatch.setattr(int4, "packed_product", wrong)
-        packs.cache_clear()
-        assert not packs()
+        has_int4_product.cache_clear()
+        assert not has_int4_product()
     monkeypatch.undo()
-    packs.cache_clear()
-    assert packs()
+    has_int4_product.cache_clear()
+    assert has_int4_product()

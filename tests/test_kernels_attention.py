@@ -70,6 +70,7 @@ def make_case(
     chunks: list[int] | None = None,
     *,
     decodes: int | None = None,
+    queries: int = 1,
     window: int | None = None,
     heads: tuple[int, int] = (8, 2),
     dim: int = 16,
@@ -120,6 +121,7 @@ def make_case(
         decodes=decodes,
         window=window,
         page_size=page_size,
+        queries=queries,
     )
     q = torch.cat([q for q, _, _ in parts])
     return Case(q, keys, values, group, sinks, parts)
@@ -233,6 +235,44 @@ def test_a_scratch_has_room_for_every_batch(most, kv_heads, per_kv_head):
         rows = batch * heads * choose_splits(batch, kv_heads)
         assert scratch.sums.numel() >= rows
         assert scratch.parts.numel() >= rows * 64
+
+
+def verify_case(device: str, lengths: list[int], counts: list[int], **options: Any):
+    """Rows of up to 4 tokens, then rows of none, as many as there are tokens."""
+    tokens = sum(counts) + 3
+    lengths = lengths + [0] * (tokens - len(lengths))
+    counts = counts + [0] * (tokens - len(counts))
+    case = make_case(device, lengths, counts, decodes=tokens, queries=4, **options)
+    expected = torch.cat([case.expected(), torch.zeros_like(case.q[:3]).double()])
+    case.q = torch.cat([case.q, torch.full_like(case.q[:3], math.nan)])
+    return case, expected
+
+
+@pytest.mark.parametrize(
+    "window, sinks", [(None, "random"), (1, None), (3, "random"), (130, None)]
+)
+def test_a_few_queries_see_those_before_them(kernel_device, window, sinks):
+    """At edges of tiles, shares and windows; padding tokens become zeros."""
+    lengths, counts = [4, 1, 63, 65, 66, 130, 131, 16], [4, 1, 3, 4, 1, 2, 4, 2]
+    case, expected = verify_case(
+        kernel_device, lengths, counts, window=window, sinks=sinks
+    )
+    plain = ops.attend(case.q, case.keys, case.values, case.group, case.sinks)
+    invariant = case.attend(batch_invariant=True)
+    for out in (case.attend(), plain, invariant):
+        assert_near(out, expected)
+
+
+@pytest.mark.parametrize("heads, dim", [((6, 2), 24), ((4, 1), 128), ((2, 2), 16)])
+@pytest.mark.parametrize("window", [None, 300])
+def test_shares_of_a_few_queries_are_joined(kernel_device, heads, dim, window):
+    """The last share may have a key for the last query alone."""
+    lengths = [2 * LEAST + 1, 3, 4 * LEAST + 2, LEAST + 1]
+    case, expected = verify_case(
+        kernel_device, lengths, [2, 3, 4, 1], heads=heads, dim=dim, window=window
+    )
+    assert_near(case.attend(), expected)
+    assert torch.equal(case.attend(), case.attend())
 
 
 @pytest.mark.parametrize("level", [-1e4, 30.0])

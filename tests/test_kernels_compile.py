@@ -18,6 +18,7 @@ from kernels_compiler import (
     parameters,
 )
 
+from simplellm.engine.graphs import QUERIES
 from simplellm.model.kernels import (
     bandwidth,
     decode,
@@ -30,6 +31,7 @@ from simplellm.model.kernels import (
     prefill,
     reduce,
     rope,
+    verify,
 )
 from simplellm.model.kernels.key_tiles import AttentionSizes
 from simplellm.model.kernels.launch import launcher
@@ -44,6 +46,8 @@ EARLY = {
     "join_kernel": "lengths_ptr offsets_ptr",
     "prefill_kernel": "query_start_loc_ptr lengths_ptr offsets_ptr tables_ptr "
     "sinks_ptr",
+    "verify_kernel": "query_start_loc_ptr lengths_ptr offsets_ptr tables_ptr sinks_ptr",
+    "verify_join_kernel": "query_start_loc_ptr lengths_ptr offsets_ptr",
     "rope_kernel": "bias_ptr q_norm_ptr k_norm_ptr positions_ptr cos_ptr sin_ptr "
     "slots_ptr",
     "add_norm_kernel": "update_weight_ptr weight_ptr bias_ptr",
@@ -85,6 +89,31 @@ def join_case(batch, splits, heads=GPT_OSS):
     return case_of(plan.join, "*fp32 *fp32 *i32 *i32 *bf16 i32 i32")
 
 
+def verify_plan(batch, heads, window=None, places=4096 * 64):
+    kv_heads, group, dim = heads
+    tiles = decode.decode_tiles(batch, dim, window)
+    shape = batch, QUERIES, kv_heads * group, kv_heads, dim, places, 64, window
+    return verify.verify_plan(tiles, *shape, heads == GPT_OSS)
+
+
+def verify_case(batch, window=None, heads=GPT_OSS):
+    sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
+    return case_of(
+        verify_plan(batch, heads, window).start,
+        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 "
+        "i32 i32",
+        without,
+        aligned=("stride_page",),
+    )
+
+
+def verify_join_case(batch, splits, heads=GPT_OSS):
+    least = decode.decode_tiles(batch, heads[2], None).least
+    plan = verify_plan(batch, heads, places=splits * least)
+    assert plan.splits == splits
+    return case_of(plan.join, "*fp32 *fp32 *i32 *i32 *i32 *bf16 i32 i32")
+
+
 def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS, cache="bf16"):
     _, group, dim = heads
     tiles = prefill.prefill_tiles(dim, group, window, batch_invariant)
@@ -102,6 +131,8 @@ def attention_cases(heads):
     """Every tiling that is used."""
     cases = [decode_case(batch, heads=heads) for batch in BATCHES]
     cases += [decode_case(1, 128, heads), prefill_case(128, True, heads)]
+    cases += [verify_case(batch, heads=heads) for batch in BATCHES]
+    cases += [verify_case(1, 128, heads)]
     cases += [prefill_case(window, heads=heads) for window in (None, 128)]
     return list({str(case): case for case in cases}.values())
 
@@ -171,6 +202,8 @@ CASES = [
     join_case(1, splits=64),
     join_case(64, splits=4),
     join_case(9, splits=7),
+    verify_join_case(4, splits=16),
+    verify_join_case(64, splits=4),
     rope_case(64, has_norms=False),
     rope_case(128, has_norms=True, cache="fp8e4nv"),
     case_of(
@@ -217,7 +250,7 @@ ONE_OF_EACH = list({case.kernel: case for case in reversed(CASES)}.values())
 
 NEVER_WAIT = norm.embed_kernel, bandwidth.read_kernel
 # Of attention's programs, those without work do not wait, but there are always others.
-SOME_WAIT = decode.decode_kernel, prefill.prefill_kernel
+SOME_WAIT = decode.decode_kernel, prefill.prefill_kernel, verify.verify_kernel
 
 
 def waits(case):

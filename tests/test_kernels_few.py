@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from test_kernels_grouped import (
     CLOSE,
     FORMATS,
@@ -39,14 +40,14 @@ def halves(
 
 
 SIZES: tuple[dict[str, int], ...] = {}, {"hidden": 304, "intermediate": 40}
-HALVES = [
-    pytest.param(kind, dtype, way, sizes, marks=() if some else exhaustive)
+FIRST = [
+    (kind, [*CLOSE][place % 2], [*WAYS][place % 3], SIZES[place // 3])
     for place, kind in enumerate(FORMATS)
-    for place_of_dtype, dtype in enumerate(CLOSE)
-    for place_of_way, way in enumerate(WAYS)
-    for place_of_size, sizes in enumerate(SIZES)
-    for of_kind in [(place % 2, place % 3, place // 3)]
-    for some in [of_kind == (place_of_dtype, place_of_way, place_of_size)]
+]
+# Any two of them meet in one case at least.
+PAIRS = map(tuple, AllPairs([[*FORMATS], [*CLOSE], [*WAYS], SIZES]))
+HALVES = FIRST + [
+    pytest.param(*pair, marks=exhaustive) for pair in PAIRS if pair not in FIRST
 ]
 
 

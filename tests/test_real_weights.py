@@ -32,7 +32,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from simplellm import LLM
 from simplellm.checkpoint.folder import open_config, path_of, small_files
 from simplellm.checkpoint.gguf.container import open_container
-from simplellm.checkpoint.int4 import packs
+from simplellm.checkpoint.int4 import has_int4_product
 from simplellm.text.dialects.dialect import open_text
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("quiet_transformers")]
@@ -124,7 +124,7 @@ def test_weights_that_stay_packed_cost_next_to_nothing(smollm2: LLM) -> None:
     exact = smollm2.model.logits(ids)
     with LLM("smollm2", device="cpu") as llm:
         packed = llm.model.logits(ids)
-    assert torch.equal(packed, exact) != packs()
+    assert torch.equal(packed, exact) != has_int4_product()
     assert 0.99 < perplexity(packed, ids) / perplexity(exact, ids) < 1.01
     logs = packed.log_softmax(-1), exact.log_softmax(-1)
     lost = torch.nn.functional.kl_div(*logs, reduction="batchmean", log_target=True)

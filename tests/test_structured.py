@@ -489,9 +489,9 @@ def test_what_never_ends_goes_on(
     asked = {"json": schema | {"$defs": {"d": never}}}
     grammar = input_processor.process("x", None, {"structured_outputs": asked}).grammar
     assert grammar is not None and input_processor.tokenizer is not None
-    walk = grammar.walk()
-    walk.advance(input_processor.tokenizer.encode(begun))
-    assert len(walk.forced()) <= 1000 and not walk.matcher.is_accepting()
+    state = grammar.start()
+    state.advance(input_processor.tokenizer.encode(begun))
+    assert len(state.forced()) <= 1000 and not state.matcher.is_accepting()
 
 
 def nested(levels: int, schema: Any, wrap: Any) -> Any:

@@ -47,7 +47,8 @@ def install() -> None:
     npm = [pin for pin in NPM if here.get(name_of(pin)) != pin.rpartition("@")[2]]
     pypi = [pin for pin in PYPI if here.get(name_of(pin)) != pin.rpartition("=")[2]]
     PLACE.mkdir(parents=True, exist_ok=True)
-    quiet = ["--no-audit", "--no-fund", "--loglevel=error", "--fetch-retries=1"]
+    quiet = ["--no-audit", "--no-fund", "--loglevel=error"]
+    quiet += ["--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
     venv = [] if PYTHON.exists() else [[sys.executable, "-m", "venv", VENV]]
     pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     pip += ["--retries=1"]  # where nothing can be reached, that is soon known

@@ -47,7 +47,7 @@ def is_several(messages: Any) -> bool:
 
 
 @contextmanager
-def blaming(name: str, index: int, all_of_it: bool = False) -> Iterator[None]:
+def annotate_errors(name: str, index: int, all_of_it: bool = False) -> Iterator[None]:
     """Put ``name[index]`` in front of an error raised inside: which prompt it is of.
 
     Only errors about prompts or messages get it or, with ``all_of_it``, all.

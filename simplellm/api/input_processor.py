@@ -21,8 +21,8 @@ from simplellm.api.chat_options import (
 from simplellm.api.checks import (
     ContextLengthError,
     Prompt,
+    annotate_errors,
     as_prompts,
-    blaming,
     check_token_ids,
     is_several,
     token_ids,
@@ -165,7 +165,11 @@ class InputProcessor:
             overrides = {**overrides, "structured_outputs": made}
         constrain, specs = once_for_each(constrain), []
         for index, prompt in enumerate(every):
-            with blaming("prompts", index, each) if len(every) > 1 else nullcontext():
+            with (
+                annotate_errors("prompts", index, each)
+                if len(every) > 1
+                else nullcontext()
+            ):
                 params = sampling_params[index]
                 specs.append(self.process(prompt, params, overrides, constrain))
         return specs
@@ -178,7 +182,7 @@ class InputProcessor:
             return [self.process_chat(messages, **options)]
         specs = []
         for index, one in enumerate(messages):
-            with blaming("messages", index):
+            with annotate_errors("messages", index):
                 specs.append(self.process_chat(one, **options))
         return specs
 

@@ -25,9 +25,9 @@ from simplellm.checkpoint.folder import path_of
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import sent
-from simplellm.engine.drafting import head_of, speculative_scheduler
+from simplellm.engine.build_speculation import find_head, speculative_scheduler
 from simplellm.engine.engine import Engine
-from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
+from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes, verify_shapes
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks, start_ranks
 from simplellm.engine.runner import Runner
@@ -67,7 +67,7 @@ def load(
     packed = takes_packed(config, dtype, device)
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed, packed)
-    head_of(config, source.config)
+    find_head(config, source.config)
     input_processor = InputProcessor.open(path_of(path), source.config)
     given = path, dtype, device, random_weights, seed
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
@@ -100,7 +100,7 @@ def load_engine(
     need = Need.of(source.config, config, dtype.itemsize, mapped=mapped)
     with on(device), enough(need, device):
         if operations == "fused":
-            own = ranks.own_vocabulary(source.config)
+            own = ranks.local_vocabulary(source.config)
             ops = fused_operations(own, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
@@ -113,8 +113,9 @@ def load_engine(
         weights_seconds = time.perf_counter() - start
         engine = build_engine(model, config, ranks)
         if config.cuda_graphs and operations == "fused":
-            sizes = bucket_sizes(engine.scheduler.max_num_seqs)
-            engine.runner.capture(sizes, MIXED_SIZES)
+            seqs = engine.scheduler.max_num_seqs
+            verifying = verify_shapes(seqs, config.max_drafts)
+            engine.runner.capture(bucket_sizes(seqs), MIXED_SIZES, verifying)
     return engine, why, weights_seconds
 
 
@@ -190,7 +191,7 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
     pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
-    pages = ranks.least(pages)
+    pages = ranks.min_once_loaded(pages)
     chunk = config.prefill_chunk if config.enable_chunked_prefill else None
     manager = PageManager(
         pages,

@@ -7,7 +7,7 @@ import torch
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.families import title
-from simplellm.checkpoint.int4 import packs
+from simplellm.checkpoint.int4 import has_int4_product
 from simplellm.checkpoint.source import Source
 from simplellm.engine.warmup import warm_up
 from simplellm.model.machine import capability, why_not_triton
@@ -24,7 +24,7 @@ def takes_packed(config: EngineConfig, dtype: object, device: torch.device) -> b
     """
     free = config.operations == "auto" and dtype in (None, "auto")
     alone = config.tensor_parallel_size == 1  # the packed order of rows isn't ours
-    return free and alone and device.type == "cpu" and packs()
+    return free and alone and device.type == "cpu" and has_int4_product()
 
 
 def choose_operations(
@@ -70,7 +70,7 @@ def fused_operations(
 
     ops = fused(
         model,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs + config.max_drafts,
         device=device,
         batch_invariant=config.batch_invariant,
     )

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from simplellm.base.config import BLOCK, ModelConfig, expect, raising, read_json
+from simplellm.base.config import BLOCK, ModelConfig, expect, read_json, reraise_as
 from simplellm.checkpoint.checkpoint import (
     INDEX,
     Checkpoint,
@@ -107,7 +107,7 @@ def all_rounded(
     """What becomes of a file's tensors, by name; ``data`` is the file."""
     parts: dict[str, Tensor] = {}
     for info in infos:
-        with raising(CheckpointError, info.name):
+        with reraise_as(CheckpointError, info.name):
             parts |= rounded(tensor_view(data, info), info.name, forms[info.name])
         progress.update(info.nbytes)
     return parts
@@ -158,7 +158,7 @@ def find_source(source: Path) -> tuple[list[Path], dict[str, str]]:
 
 def unrounded_config(source: Path) -> dict[str, Any]:
     """A checkpoint's config.json, which must not be of rounded weights already."""
-    with raising(CheckpointError, source / "config.json"):
+    with reraise_as(CheckpointError, source / "config.json"):
         config = read_json(source / "config.json")
     name, expected = "quantization_config", "none: weights as trained"
     expect(config.get(name) is None, name, config.get(name), expected)

@@ -42,7 +42,7 @@ class ParameterTypeError(ParameterError, TypeError):
 
 
 @contextmanager
-def raising(kind: type[ValueError], where: object = "") -> Iterator[None]:
+def reraise_as(kind: type[ValueError], where: object = "") -> Iterator[None]:
     """Turn a TypeError or ValueError inside into a ``kind``, which begins ``where``."""
     try:
         yield
@@ -298,7 +298,7 @@ class RopeScaling:
     short_factor: tuple[float, ...] = ()  # up to the original length
     long_factor: tuple[float, ...] = ()
 
-    @raising(ConfigError)
+    @reraise_as(ConfigError)
     def __post_init__(self) -> None:
         check(self)
         fast, slow = self.beta_fast, self.beta_slow
@@ -387,7 +387,7 @@ class ModelConfig:
     tie_word_embeddings: bool = declared(False)
     eos_token_ids: tuple[int, ...] = ()
 
-    @raising(ConfigError)
+    @reraise_as(ConfigError)
     def __post_init__(self) -> None:
         check(self)
         most, chosen = self.num_local_experts, self.num_experts_per_tok

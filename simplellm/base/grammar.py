@@ -1,7 +1,7 @@
 """Grammars over tokens, by llguidance: what an output may still become.
 
-A grammar is checked and compiled once. Each request that must follow it walks through
-it with its own tokens, and asks before each new one which it may get.
+A grammar is checked and compiled once. Each request that must follow it has a state of
+its own, which takes the request's tokens and says which may come next.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,19 +33,21 @@ def llguidance() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Grammar:
-    """A compiled grammar, which any number of requests may walk."""
+    """A compiled grammar, which any number of requests may follow."""
 
     text: str  # as llguidance takes it
     matcher: Any  # llguidance's, at the beginning; None if another process has it
     # The same compiled again. Copies of one share its lexer, behind a lock: the masks
-    # of their walks are made one after another, however many threads there are.
+    # of their states are made one after another, however many threads there are.
     others: Sequence[Any] = ()
     turns: Iterator[int] = field(default_factory=count)
 
-    def walk(self, request_id: int | None = None) -> "Walk":
-        """A walk from the beginning, by the request of this id."""
+    def start(self, request_id: int | None = None) -> "GrammarState":
+        """The state at the beginning, of the request of this id."""
         every = self.matcher, *self.others
-        return Walk(every[next(self.turns) % len(every)].deep_copy(), request_id)
+        return GrammarState(
+            every[next(self.turns) % len(every)].deep_copy(), request_id
+        )
 
 
 def reason_of(matcher: Any) -> str:
@@ -55,7 +57,7 @@ def reason_of(matcher: Any) -> str:
     return error.removesuffix("<non-verbose/>").strip()
 
 
-class Walk:
+class GrammarState:
     """How far one output has come in its grammar."""
 
     def __init__(self, matcher: Any, request_id: int | None) -> None:
@@ -72,18 +74,18 @@ class Walk:
             self.matcher.consume_tokens(list(new))
         self.check()
 
-    def after(self, token: int, forces: bool) -> "Walk | None":
-        """A walk that has taken ``token``, too, if what follows it is to be sampled.
+    def after(self, token: int, forces: bool) -> "GrammarState | None":
+        """The state after ``token``, too, if what follows it is to be sampled.
 
         None if it may not come here, or if it ends the output, or if the grammar
         ``forces`` what comes then.
         """
-        walk = Walk(self.matcher.deep_copy(), self.request_id)
-        walk.length = self.length + 1
-        took = walk.matcher.try_consume_tokens([token])
-        if took < 1 or walk.matcher.is_stopped() or walk.matcher.is_error():
+        state = GrammarState(self.matcher.deep_copy(), self.request_id)
+        state.length = self.length + 1
+        took = state.matcher.try_consume_tokens([token])
+        if took < 1 or state.matcher.is_stopped() or state.matcher.is_error():
             return None
-        return None if forces and walk.forced() else walk
+        return None if forces and state.forced() else state
 
     def check(self) -> None:
         """Raise GrammarError if llguidance has given up."""
@@ -94,8 +96,8 @@ class Walk:
 
     def forced(self) -> list[int]:
         """The tokens that have to come next, as many as are sure."""
-        found: list[int] = self.matcher.compute_ff_tokens()
-        return found
+        tokens: list[int] = self.matcher.compute_ff_tokens()
+        return tokens
 
 
 class BitmaskFiller:
@@ -106,10 +108,10 @@ class BitmaskFiller:
         """Threads of llguidance's own."""
         return llguidance().LLExecutor()
 
-    def fill(self, walks: Sequence[Walk], bits: np.ndarray) -> None:
-        """Write what may come next in each of ``walks`` to a row of uint32 [N, W]."""
-        rows = [(walk.matcher, row) for row, walk in enumerate(walks)]
+    def fill(self, states: Sequence[GrammarState], bits: np.ndarray) -> None:
+        """Write what may come next in each of ``states`` to a row of uint32 [N, W]."""
+        rows = [(state.matcher, row) for row, state in enumerate(states)]
         size = bits.shape[1] * bits.itemsize
         self.executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, size, len(bits))
-        for walk in walks:
-            walk.check()
+        for state in states:
+            state.check()

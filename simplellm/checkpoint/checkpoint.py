@@ -17,8 +17,8 @@ from simplellm.base.config import (
     CheckpointError,
     ModelConfig,
     expect,
-    raising,
     read_json,
+    reraise_as,
 )
 from simplellm.checkpoint.families import FAMILIES, read_config
 from simplellm.checkpoint.folder import check_downloaded, is_gguf, open_config
@@ -84,10 +84,10 @@ class Checkpoint:
         self.files, index = find_shards(self.path)
         self.config = read_config(self.path / "config.json")
         self._shards = {file: map_shard(file) for file in self.files}
-        with raising(CheckpointError, self.path):
+        with reraise_as(CheckpointError, self.path):
             self._expect(self.config)
         self._infos = read_headers(self._shards, self._spelled)
-        with raising(CheckpointError, self.path):
+        with reraise_as(CheckpointError, self.path):
             self._find_head()
             self._check_names(index)
             self._check_headers()
@@ -165,16 +165,16 @@ class Checkpoint:
 
     def _check_names(self, index: Mapping[str, str]) -> None:
         """Raise ValueError if the files hold other tensors than they should."""
-        found, expected = self._infos.keys(), self._expected
+        stored_names, expected = self._infos.keys(), self._expected
         wrong = ""
-        if missing := expected - found:
+        if missing := expected - stored_names:
             here = {file.name for file in self.path.glob("*.safetensors")}
             unlisted = here - {file.name for file in self._shards}
             hint = f" ({some(unlisted)} is not in {INDEX})" if unlisted else ""
             if missing == {"lm_head.weight"}:
                 hint = " (a model whose head is its embedding has tie_word_embeddings)"
             wrong = f"lacks {some(missing)}{hint}"
-        elif extra := found - expected:
+        elif extra := stored_names - expected:
             wrong = f"holds {some(extra)} too"
         if wrong:
             raise ValueError(
@@ -186,7 +186,7 @@ class Checkpoint:
             tied = name == "lm_head.weight" and self.config.tie_word_embeddings
             if not name or tied:
                 continue
-            if name not in found or self._infos[name].file.name != file:
+            if name not in stored_names or self._infos[name].file.name != file:
                 raise ValueError(
                     f"{INDEX} places {stored!r} in {file!r}, which lacks it; expected "
                     "the file that holds it"
@@ -250,7 +250,7 @@ PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The safetensors files of a checkpoint and its index, {} when it has none."""
     if (folder / INDEX).is_file():
-        with raising(CheckpointError, folder / INDEX):
+        with reraise_as(CheckpointError, folder / INDEX):
             return indexed_shards(folder)
     single = folder / "model.safetensors"
     shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))

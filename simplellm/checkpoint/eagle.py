@@ -20,8 +20,8 @@ from simplellm.base.config import (
     check,
     declared,
     expect,
-    raising,
     read_json,
+    reraise_as,
 )
 from simplellm.checkpoint.checkpoint import find_shards, map_shard
 
@@ -86,7 +86,7 @@ class HeadConfig:
     fc_norm: bool = False  # or each by itself
     norm_output: bool = False  # the next draft reads the normed state
 
-    @raising(ConfigError)
+    @reraise_as(ConfigError)
     def __post_init__(self) -> None:
         check(self)
         heads, groups = self.num_attention_heads, self.num_key_value_heads
@@ -100,7 +100,7 @@ class HeadConfig:
         """The layers, of ``count``, whose outputs it reads; default: SGLang's."""
         return self.layer_ids or (1, count // 2 - 1, count - 4)
 
-    @raising(ConfigError)
+    @reraise_as(ConfigError)
     def check_fits(self, model: ModelConfig) -> None:
         """Raise ConfigError, with the field's name, if it was made for another one."""
         pairs = {"vocab_size": self.vocab_size, "hidden_size": self.target_hidden_size}
@@ -116,7 +116,7 @@ class HeadConfig:
 
 def read_head_config(path: Path) -> HeadConfig:
     """The config of a head's folder. Raises ConfigError for what isn't known here."""
-    with raising(ConfigError, path / "config.json"):
+    with reraise_as(ConfigError, path / "config.json"):
         return head_config(read_json(path / "config.json"))
 
 
@@ -210,8 +210,8 @@ def may_lack(config: HeadConfig) -> set[str]:
 
 def read_head(path: Path, config: HeadConfig) -> dict[str, Tensor]:
     """The tensors of a head's folder by our names. Raises CheckpointError."""
-    shapes, found = head_shapes(config), dict[str, Tensor]()
-    with raising(CheckpointError, path):
+    shapes, tensors = head_shapes(config), dict[str, Tensor]()
+    with reraise_as(CheckpointError, path):
         for file in find_shards(path)[0]:
             map_shard(file)  # which checks it
             with safe_open(file, framework="pt") as opened:
@@ -220,14 +220,14 @@ def read_head(path: Path, config: HeadConfig) -> dict[str, Tensor]:
                     for spelled in ("midlayer.", "layers.0."):
                         name = name.replace(spelled, "layer.")
                     if name in shapes:
-                        found[name] = opened.get_tensor(stored)
+                        tensors[name] = opened.get_tensor(stored)
                     elif not name.startswith(("t2d", "rotary_emb", "verifier_")):
                         wanted = "no such tensor in an EAGLE-3 head"
                         expect(False, "a tensor", stored, wanted)
         for name, shape in shapes.items():
-            if name not in found:
+            if name not in tensors:
                 expect(name in may_lack(config), name, None, f"a tensor {list(shape)}")
             else:
-                size = list(found[name].shape)
+                size = list(tensors[name].shape)
                 expect(size == list(shape), f"{name}'s shape", size, f"{list(shape)}")
-    return found
+    return tensors

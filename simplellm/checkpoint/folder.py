@@ -12,7 +12,7 @@ from simplellm.base.config import (
     ModelConfig,
     check_kind,
     end_token_ids,
-    raising,
+    reraise_as,
 )
 from simplellm.base.files import Folder, SmallFiles
 from simplellm.base.sampling_params import SamplingParams
@@ -90,7 +90,7 @@ def read_generation_config(
     Raises ConfigError, which names the file.
     """
     name = "generation_config.json"
-    with raising(ConfigError, files.path_of(name)):
+    with reraise_as(ConfigError, files.path_of(name)):
         generation = files.json(name) or {}
         return recommended(generation), end_token_ids(generation, vocab_size)
 

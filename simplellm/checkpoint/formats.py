@@ -36,7 +36,8 @@ class NumberFormat:
     ``dtype`` is what PyTorch calls that of the numbers, "uint8" for MXFP4 and "int4"
     for `simplellm.checkpoint.int4.Int4`. For the others, ``tile`` and ``inputs`` are
     those of `simplellm.checkpoint.scaled.Scaled`;
-    with ``one_scale`` a single one is stored, which all rows get.
+    with ``one_scale`` a single one is stored, which all rows get. An `Int4` is the sum
+    of ``addends`` of 4 bits; with ``keep_dequantized``, it is there in float32, too.
     """
 
     name: str
@@ -45,6 +46,8 @@ class NumberFormat:
     tile: tuple[int, int] = ROW_TILE
     inputs: bool = True
     one_scale: bool = False
+    addends: int = 1
+    keep_dequantized: bool = False
 
     @property
     def is_mxfp4(self) -> bool:
@@ -75,11 +78,14 @@ class NumberFormat:
         return ("I8" if self.dtype == "int8" else "F8_E4M3",), FLOATS
 
     def nbytes(self, shape: Shape) -> int:
-        """Bytes in memory of a weight of this ``shape``; scales become float32."""
+        """Bytes in memory of a weight of this ``shape``; scales become float32.
+
+        Without what ``keep_dequantized`` keeps.
+        """
         in_rows = replace(self, one_scale=False)
         first, scales, *_ = map(math.prod, in_rows.stored_shapes(shape).values())
         if self.dtype == "int4":  # with an offset beside each scale, in two bytes
-            return first // 2 + 4 * scales
+            return self.addends * (first // 2 + 4 * scales)
         return first + scales if self.is_mxfp4 else math.prod(shape) + 4 * scales
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-GROUP = 32
+GROUP_SIZE = 32
 ROWS = 16  # a weight has a multiple of so many
 # Tokens up to which the packed product is the faster one, with AVX2 as with AVX-512.
-FEW = 8
+MAX_PACKED_TOKENS = 8
 
 
 def as_bfloat16(x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def as_bfloat16(x: Tensor) -> Tensor:
 class Codes:
     """A weight [out, in] of numbers from 0 to 15, before it is packed.
 
-    ``values`` int32 [out, in], float32 ``scales`` and ``offsets`` [out, in / GROUP]. A
+    ``values`` int32 [out, in], float32 ``scales`` and ``offsets`` [out, in / 32]. A
     number is (value - 8) * scale + offset.
     """
 
@@ -42,17 +42,17 @@ class Codes:
         pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         return pack(self.values, 1), both.contiguous()
 
-    def numbers(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """float32 [out, in], of scales and offsets as they are once packed."""
         scales, offsets = (
-            as_bfloat16(x).repeat_interleave(GROUP, -1)
+            as_bfloat16(x).repeat_interleave(GROUP_SIZE, -1)
             for x in (self.scales, self.offsets)
         )
         return (self.values - 8) * scales + offsets
 
 
-def halves(values: Tensor, scales: Tensor) -> list[Codes]:
-    """int8 ``values`` [out, in] with ``scales`` [out, in / GROUP], as a sum of two."""
+def split_int8(values: Tensor, scales: Tensor) -> list[Codes]:
+    """int8 ``values`` [out, in] with ``scales`` [out, in / 32], as a sum of two."""
     high, low = values.int() >> 4, values.int() & 15
     return [
         Codes(high + 8, 16 * scales, torch.zeros_like(scales)),
@@ -62,7 +62,7 @@ def halves(values: Tensor, scales: Tensor) -> list[Codes]:
 
 def packed_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """bfloat16 x [T, in] times the packed weight [out, in], transposed, as float32."""
-    return torch._weight_int4pack_mm_for_cpu(x, codes, GROUP, scales).float()
+    return torch._weight_int4pack_mm_for_cpu(x, codes, GROUP_SIZE, scales).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,15 +70,15 @@ class Int4:
     """A weight [out, in] of 4 bits, or of 8 as a sum of two of 4 bits."""
 
     parts: Sequence[tuple[Tensor, Tensor]]
-    numbers: Tensor | None  # float32 [out, in], for many tokens; None: too large
+    dequantized: Tensor | None  # float32 [out, in], for many tokens; None: too large
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, codes: Sequence[Codes], keep_numbers: bool) -> "Int4":
-        """Pack the sum of ``codes``, which must fit: see ROWS and GROUP."""
+    def of(cls, codes: Sequence[Codes], keep_dequantized: bool) -> "Int4":
+        """Pack the sum of ``codes``, which must fit: see ROWS, GROUP_SIZE."""
         numbers = None
-        if keep_numbers:
-            numbers = torch.stack([part.numbers() for part in codes]).sum(0)
+        if keep_dequantized:
+            numbers = torch.stack([part.dequantize() for part in codes]).sum(0)
         rows, columns = codes[0].values.shape
         return cls([part.packed() for part in codes], numbers, (rows, columns))
 
@@ -86,7 +86,7 @@ class Int4:
     def nbytes(self) -> int:
         """Bytes in memory."""
         every = [tensor for part in self.parts for tensor in part]
-        every += [] if self.numbers is None else [self.numbers]
+        every += [] if self.dequantized is None else [self.dequantized]
         return sum(tensor.nbytes for tensor in every)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -96,8 +96,8 @@ class Int4:
         more of them, the sums are in another order before they are rounded.
         """
         rounded = x.bfloat16()
-        if self.numbers is not None and len(x) > FEW:
-            y = as_bfloat16(functional.linear(rounded.float(), self.numbers))
+        if self.dequantized is not None and len(x) > MAX_PACKED_TOKENS:
+            y = as_bfloat16(functional.linear(rounded.float(), self.dequantized))
         else:
             y = packed_product(rounded, *self.parts[0])
             for part in self.parts[1:]:
@@ -106,20 +106,20 @@ class Int4:
 
 
 @cache
-def packs() -> bool:
+def has_int4_product() -> bool:
     """Whether PyTorch has a fast product for `Int4` here, and it is right.
 
     It is fast with AVX2 and AVX-512; elsewhere, it computes one number at a time.
     """
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
-    order = torch.arange(80 * 4 * GROUP, dtype=torch.int32).view(80, -1)
+    order = torch.arange(80 * 4 * GROUP_SIZE, dtype=torch.int32).view(80, -1)
     scales = 1 + torch.arange(80 * 4).view(80, 4) % 7 / 8
     codes = Codes(order * 5 % 16, scales, scales - 1.5)
-    x = (order[: FEW + 1] * 3 % 17 - 8) / 4
+    x = (order[: MAX_PACKED_TOKENS + 1] * 3 % 17 - 8) / 4
     try:
         packed = Int4.of([codes], False).product(x)
     except (AttributeError, RuntimeError):  # of a PyTorch that has it otherwise
         return False
-    exact = functional.linear(x, codes.numbers())
+    exact = functional.linear(x, codes.dequantize())
     return torch.allclose(packed, exact, rtol=2**-7, atol=2**-7 * float(exact.std()))

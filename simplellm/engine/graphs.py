@@ -21,14 +21,22 @@ def bucket_sizes(most: int) -> list[int]:
 # Tokens of steps with prompts to capture. In larger ones the host is ahead anyway.
 MIXED_SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 MOST_CHUNKS = 64  # of prompts in a captured step
+# Of steps that check drafts: tokens to capture at most, and tokens of a row. A request
+# with more drafts has several rows.
+MOST_VERIFIED = 512
+QUERIES = 4
 
 
 class CaptureShape(NamedTuple):
-    """What a captured step has room for: so many tokens, decodes, chunks of prompts."""
+    """What a captured step has room for: so many tokens, decodes, chunks of prompts.
+
+    Each decode has up to ``queries`` tokens, its drafts among them.
+    """
 
     tokens: int
     decodes: int
     chunks: int = 0
+    queries: int = 1
 
     @classmethod
     def mixed(cls, tokens: int, max_num_seqs: int) -> "CaptureShape":
@@ -36,6 +44,13 @@ class CaptureShape(NamedTuple):
         return cls(
             tokens, min(tokens // 2, max_num_seqs), min(tokens // 4, MOST_CHUNKS)
         )
+
+
+def verify_shapes(max_num_seqs: int, max_drafts: int) -> list[CaptureShape]:
+    """Steps to capture that check drafts: with a row for each token, if need be."""
+    most = min(max_num_seqs + max_drafts, MOST_VERIFIED) if max_drafts else 1
+    sizes = [size for size in bucket_sizes(most) if size > 1]
+    return [CaptureShape(size, size, queries=QUERIES) for size in sizes]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from simplellm.model.eagle import Head, HeadCache, tapped
 from simplellm.model.model import Model
 
 
-class Taps:
+class AuxHiddenStates:
     """The states that a head reads, of the tokens of the step under way."""
 
     def __init__(self, model: Model, layers: Sequence[int], most: int) -> None:

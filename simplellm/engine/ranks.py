@@ -46,7 +46,7 @@ from simplellm.sampling.penalties import TokenCounts
 START_SECONDS = 120.0  # until the processes are there
 REPLY_SECONDS = 30.0  # that a rank may be behind the others
 END_SECONDS = 3.0  # between the end of the link and that of a process
-LOOK_SECONDS = 0.25  # between two looks at whether all live
+POLL_SECONDS = 0.25  # between two looks at whether all live
 ALIGNMENT = 8  # bytes, of a tensor in a message
 
 
@@ -59,7 +59,7 @@ class Ranks:
         """What this rank has of the weights."""
         return source
 
-    def own_vocabulary(self, model: ModelConfig) -> ModelConfig:
+    def local_vocabulary(self, model: ModelConfig) -> ModelConfig:
         """A ``model`` with as many tokens as this rank has logits of."""
         return model
 
@@ -67,11 +67,11 @@ class Ranks:
         """The table ``ops`` for its part of a ``model``, computed in ``dtype``."""
         return ops
 
-    def least(self, number: int) -> int:
+    def min_once_loaded(self, number: int) -> int:
         """The least that any rank says, once all of them have loaded."""
         return number
 
-    def agree(self, number: int) -> int:
+    def min_of_all(self, number: int) -> int:
         """The least that any rank says."""
         return number
 
@@ -105,7 +105,7 @@ class Ranks:
     ) -> None:
         """Let the others choose tokens, too: their part in `Runner.choose`."""
 
-    def own(
+    def local_sampling(
         self, columns: SamplingTensors, mask: Mask | None
     ) -> tuple[SamplingTensors, Mask | None]:
         """Biases and mask for this rank's part of the vocabulary."""
@@ -141,7 +141,7 @@ class TensorParallel(Ranks):
         self.tokens = here.vocabulary(source.config)
         return ShardedSource(source, here, self.group.max)
 
-    def own_vocabulary(self, model: ModelConfig) -> ModelConfig:
+    def local_vocabulary(self, model: ModelConfig) -> ModelConfig:
         return replace(model, vocab_size=len(self.tokens))
 
     def operations(self, ops: Ops, model: ModelConfig, dtype: torch.dtype) -> Ops:
@@ -152,10 +152,10 @@ class TensorParallel(Ranks):
 
         return replace(table, reduce=of_sums(table.reduce, dtype))
 
-    def agree(self, number: int) -> int:
+    def min_of_all(self, number: int) -> int:
         return int(self.group.min(torch.tensor([number]))[0])
 
-    def own(
+    def local_sampling(
         self, columns: SamplingTensors, mask: Mask | None
     ) -> tuple[SamplingTensors, Mask | None]:
         start, stop = self.tokens.start, self.tokens.stop
@@ -216,7 +216,7 @@ class Leader(TensorParallel):
                 self.links[-1].send({**place, **options})
             for rank, link in enumerate(self.links, 1):
                 link.link.settimeout(START_SECONDS)
-                self._hear(rank)
+                self._wait_for(rank)
                 link.link.settimeout(None)
             threading.Thread(target=self._watch, daemon=True).start()
             self.group = Group(self.folder.name, 0, size, REPLY_SECONDS, device)
@@ -232,7 +232,7 @@ class Leader(TensorParallel):
             process = subprocess.Popen(command, pass_fds=files, process_group=0)
         self.processes.append(process)
 
-    def _hear(self, rank: int) -> None:
+    def _wait_for(self, rank: int) -> None:
         """Wait for a rank that does something. Raises EngineError if it has failed."""
         reply = self.links[rank - 1].receive()
         if reply is None:
@@ -253,12 +253,12 @@ class Leader(TensorParallel):
                 self.close()
             raise
 
-    def least(self, number: int) -> int:
+    def min_once_loaded(self, number: int) -> int:
         for rank in range(1, self.size):
-            self._hear(rank)  # it has loaded, which may take long
+            self._wait_for(rank)  # it has loaded, which may take long
         for link in self.links:
             link.send({})
-        least = self.agree(number)
+        least = self.min_of_all(number)
         self.folder.cleanup()  # all have met, and nobody would if we are killed
         return least
 
@@ -270,7 +270,7 @@ class Leader(TensorParallel):
             link.send({})
         return self.memory.arrays(size)
 
-    def _tell(
+    def _broadcast(
         self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
     ) -> None:
         """Send a message to all ranks: what to do, and with which tensors."""
@@ -293,7 +293,7 @@ class Leader(TensorParallel):
         step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
         step |= {"graph": graph, "place": self.memory.place_of(flat)}
         sent = None if step["place"] else flat
-        self._tell("forward", [sent, *(t.tokens for t in targets)], **step)
+        self._broadcast("forward", [sent, *(t.tokens for t in targets)], **step)
 
     def sample(
         self,
@@ -308,11 +308,11 @@ class Leader(TensorParallel):
         tables = [getattr(counts, name) if new else None for name in TABLES]
         other, self.columns = columns is not self.columns, columns
         *filters, some_top_k, some_top_p = columns.filters or (None,) * 5
-        told = [columns.seeds, columns.temperature, columns.full_rows]
-        told += [*(columns.bias or (None,) * 3), *filters]
-        tensors = [steps, *(told if other else [None] * len(told)), *tables]
+        values = [columns.seeds, columns.temperature, columns.full_rows]
+        values += [*(columns.bias or (None,) * 3), *filters]
+        tensors = [steps, *(values if other else [None] * len(values)), *tables]
         tensors += [None, None] if mask is None else [mask.rows, mask.bits]
-        self._tell(
+        self._broadcast(
             "sample",
             tensors,
             count=count,
@@ -335,7 +335,7 @@ class Leader(TensorParallel):
             elif since is not None and time.monotonic() - since > REPLY_SECONDS:
                 self.aborted = f"a step has timed out, after {REPLY_SECONDS:.0f} s"
             else:
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
         if self.aborted:
             self._abort()
             self.wake()
@@ -372,7 +372,7 @@ class Leader(TensorParallel):
         """
         for rank, process in enumerate(self.processes, 1):
             with suppress(subprocess.TimeoutExpired):
-                status = process.wait(0 if error is None else LOOK_SECONDS)
+                status = process.wait(0 if error is None else POLL_SECONDS)
                 raise EngineError(f"rank {rank} ended with status {status}") from error
 
     def close(self) -> None:
@@ -466,21 +466,21 @@ class Follower(TensorParallel):
         link.send({})
         self.group = Group(folder, rank, size, REPLY_SECONDS, device)
 
-    def _hear(self) -> dict[str, Any]:
+    def _next_message(self) -> dict[str, Any]:
         """The next message. Raises ConnectionError if there will be none."""
         if (message := self.link.receive()) is None:
             raise ConnectionError("rank 0 has ended")
         return message
 
-    def least(self, number: int) -> int:
+    def min_once_loaded(self, number: int) -> int:
         self.link.send({})
-        self._hear()  # all have loaded
-        return self.agree(number)
+        self._next_message()  # all have loaded
+        return self.min_of_all(number)
 
     def staging(self, size: int, device: torch.device) -> list[Tensor]:
         if device.type != "cuda":
             return super().staging(size, device)
-        self._hear()  # it has its size
+        self._next_message()  # it has its size
         return self.memory.arrays(size)
 
     def follow(self, runner: Any) -> None:
@@ -504,9 +504,9 @@ class Follower(TensorParallel):
                 runner.compute(flat, message["shape"], count, targets, replayed)
                 continue
             steps, *rest = self._receive(kinds, self.device)
-            told, tables, (rows, bits) = rest[:9], rest[9:15], rest[15:]
+            column_tensors, tables, (rows, bits) = rest[:9], rest[9:15], rest[15:]
             if columns is None or message["other"]:
-                columns = sampling_tensors(told, message)
+                columns = sampling_tensors(column_tensors, message)
             if tables[0] is not None:
                 for name, table in zip(TABLES, tables, strict=True):
                     setattr(counts, name, table)

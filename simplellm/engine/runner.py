@@ -28,7 +28,7 @@ from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks
 from simplellm.engine.sampler import Sampled, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import sample_positions, verified
+from simplellm.engine.speculation import sample_positions, verify_drafts
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -54,6 +54,16 @@ class StepOutput(NamedTuple):
 
 
 Flight = Callable[[], StepOutput]  # waits for what a step has sampled
+
+
+def in_rows(scheduled: Sequence[ScheduledChunk], most: int) -> list[ScheduledChunk]:
+    """These chunks in parts of at most ``most`` tokens."""
+    parts = []
+    for chunk in scheduled:
+        end = chunk.start + chunk.length
+        for start in range(chunk.start, end, most):
+            parts.append(chunk._replace(start=start, length=min(most, end - start)))
+    return parts
 
 
 class Runner:
@@ -103,28 +113,40 @@ class Runner:
         self.scores: list[PromptScores] = []  # of the step under way
         self.captured: list[Captured] = []  # decode steps, by size
         self.mixed: list[Captured] = []  # steps with prompts, by size
+        self.verifying: list[Captured] = []  # decode steps with drafts, by size
         self._columns: tuple[list[int], SamplingTensors] | None = None
 
     def view(
-        self, flat: Any, tokens: int, sequences: int, pages: int, decodes: int
+        self,
+        flat: Any,
+        tokens: int,
+        sequences: int,
+        pages: int,
+        decodes: int,
+        queries: int = 1,
     ) -> Batch:
         """A step of this shape at the beginning of ``flat``."""
-        windows, page_size = self.pool.windows, self.pool.page_size
-        return Batch.of(flat, tokens, sequences, pages, decodes, windows, page_size)
+        rows, sizes = (tokens, sequences, pages, decodes), self.pool
+        return Batch.of(flat, *rows, sizes.windows, sizes.page_size, queries)
 
     # Graphs
 
     @torch.inference_mode()
-    def capture(self, decodes: Sequence[int], mixed: Sequence[int] = ()) -> None:
+    def capture(
+        self,
+        decodes: Sequence[int],
+        mixed: Sequence[int] = (),
+        verifying: Sequence[CaptureShape] = (),
+    ) -> None:
         """Record steps of so many decodes, and with prompts of so many tokens.
 
-        As far as there is room.
+        And those of ``verifying``, which check drafts. As far as there is room.
         """
 
         def padding(shape: CaptureShape) -> Callable[[], object]:
-            tokens, most, chunks = shape
+            tokens, most, chunks, queries = shape
             rows, width = most + chunks, self.table_width
-            batch = self.view(self.inputs, tokens, rows, width, most)
+            batch = self.view(self.inputs, tokens, rows, width, most, queries)
             batch.pad()
             return partial(self.replayed, batch, shape)
 
@@ -133,25 +155,35 @@ class Runner:
         shapes += [
             CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
         ]
-        graphs = capture(padding, shapes, self.ranks.agree)
-        self.captured = [graph for graph in graphs if not graph.shape.chunks]
+        shapes += verifying
+        graphs = capture(padding, shapes, self.ranks.min_of_all)
         self.mixed = [graph for graph in graphs if graph.shape.chunks]
+        plain = [graph for graph in graphs if not graph.shape.chunks]
+        self.captured = [graph for graph in plain if graph.shape.queries == 1]
+        self.verifying = [graph for graph in plain if graph.shape.queries > 1]
 
     def _graph(self, scheduled: Sequence[ScheduledChunk]) -> Captured | None:
         """The graph for a step that is nothing but decodes, if there is one."""
-        if not all(chunk.length == 1 and chunk.samples for chunk in scheduled):
-            return None
-        index = bisect_left(self.captured, len(scheduled), key=lambda graph: graph.size)
-        return self.captured[index] if index < len(self.captured) else None
+        count, graphs = len(scheduled), self.captured
+        for request, _, length, samples in scheduled:
+            if not samples or length > 1 + len(request.drafts):
+                return None
+            if length > 1:
+                count, graphs = count + length - 1, self.verifying
+        index = bisect_left(graphs, count, key=lambda graph: graph.size)
+        return graphs[index] if index < len(graphs) else None
 
-    def _mixed(self, real: CaptureShape) -> Captured | None:
+    def _mixed(self, real: CaptureShape, samples: int = 0) -> Captured | None:
         """The graph for a step with chunks of prompts, if there is one."""
-        fits = (graph for graph in self.mixed if all(map(le, real, graph.shape)))
-        return next(fits, None) if real.chunks else None
+        for graph in self.mixed if real.chunks else ():
+            room = graph.shape.decodes + graph.shape.chunks
+            if samples <= room and all(map(le, real, graph.shape)):
+                return graph
+        return None
 
     def graph_of(self, shape: CaptureShape | None) -> Captured | None:
         """The graph that another rank replays, of this shape; None for none."""
-        graphs = self.mixed if shape and shape.chunks else self.captured
+        graphs = (*self.captured, *self.verifying, *self.mixed)
         return next((graph for graph in graphs if graph.shape == shape), None)
 
     # Steps
@@ -181,12 +213,13 @@ class Runner:
         real = CaptureShape(
             sum(chunk.length for chunk in scheduled), decodes, rows - decodes
         )
-        graph = self._graph(scheduled) or self._mixed(real)
-        tokens, most, chunks = real if graph is None else graph.shape
-        # A sequence samples once. Where drafts are checked there are more samples, and
-        # so more sequences, of no length.
-        chunks += sum(len(chunk.request.drafts) for chunk in scheduled)
-        shape = tokens, most + chunks, self._pages(scheduled), most
+        graph = self._graph(scheduled) or self._mixed(real, len(sampling))
+        tokens, most, chunks, queries = real if graph is None else graph.shape
+        if graph is None:
+            # A sequence samples once. Where drafts are checked there are more samples,
+            # and so more sequences, of no length.
+            chunks += sum(len(chunk.request.drafts) for chunk in scheduled)
+        shape = tokens, most + chunks, self._pages(scheduled), most, queries
         self.buffer_index ^= 1
         staging = self.staging[self.buffer_index]
         self._fill(self.view(staging.numpy(), *shape), scheduled, decodes)
@@ -212,7 +245,7 @@ class Runner:
             graph.replay()
         else:
             hidden = self.model.forward(batch, self.pool, self.sampled_tokens)
-        if graph is None or shape[1] > shape[3]:
+        if graph is None or graph.shape.chunks:
             self._head(batch, hidden, count)
         head, score = self.model.head, self.model.ops.score
         return score_prompts(targets, hidden, head, self.logits, score)
@@ -241,36 +274,42 @@ class Runner:
     ) -> None:
         """Write ``scheduled`` into ``batch``, whose arrays are NumPy's.
 
-        The first ``decodes`` of them have one token each.
+        The first ``decodes`` of them have one token each. Where the batch's rows take
+        more, all are decodes with their drafts.
         """
-        page_size = self.pool.page_size
+        page_size, queries = self.pool.page_size, batch.groups[0].queries
         batch.pad()
+        parts = scheduled
         tokens: list[int] = []
         positions: list[int] = []
-        rows = np.arange(len(scheduled))
-        # Chunks come after all the room for decodes.
-        rows[decodes:] += batch.groups[0].decodes - decodes
-        for row, chunk in zip(rows.tolist(), scheduled, strict=True):
-            request, start, length, _ = chunk
+        for request, start, length, _ in scheduled:
             tokens += request.tokens[start : start + length]
             if tokens[-1] == UNKNOWN:
                 tokens[-1] = -1 - self.previous[request.request_id]
-            tokens += chunk.request.drafts
+            tokens += request.drafts
             positions += range(start, start + length)
-            table = self.manager.tables[request.request_id]
+        if queries > 1:
+            parts = in_rows(scheduled, queries)
+            decodes = len(parts)
+        rows = np.arange(len(parts))
+        # Chunks come after all the room for decodes.
+        rows[decodes:] += batch.groups[0].decodes - decodes
+        for row, chunk in zip(rows.tolist(), parts, strict=True):
+            table = self.manager.tables[chunk.request.request_id]
             tables = zip(batch.groups, table.groups, table.first, strict=True)
             for group, pages, first in tables:
-                live = np.frombuffer(pages, dtype=np.int32)[first:]
-                group.tables[row, : len(live)] = live
+                held = np.frombuffer(pages, dtype=np.int32)[first:]
+                group.tables[row, : len(held)] = held
                 group.offsets[row] = first * page_size
         # The rest is done for all rows at once: a call costs more than a number.
-        count, counts = len(tokens), [chunk.length for chunk in scheduled]
+        count, counts = len(tokens), [chunk.length for chunk in parts]
         batch.tokens[:count], batch.positions[:count] = tokens, positions
-        batch.lengths[rows] = [chunk.start + chunk.length for chunk in scheduled]
+        batch.lengths[rows] = [chunk.start + chunk.length for chunk in parts]
         batch.query_start_loc[1 + rows] = counts
         np.cumsum(batch.query_start_loc, out=batch.query_start_loc, dtype=np.int32)
-        ends = batch.query_start_loc[1 + rows[[chunk.samples for chunk in scheduled]]]
         # The last token of each, and those that its drafts follow.
+        ends = np.cumsum([chunk.length for chunk in scheduled])
+        ends = ends[[chunk.samples for chunk in scheduled]]
         wanted = [1 + len(chunk.request.drafts) for chunk in scheduled if chunk.samples]
         index = np.arange(sum(wanted)) - np.repeat(np.cumsum(wanted), wanted)
         batch.logits_indices[: len(index)] = np.repeat(ends, wanted) + index
@@ -318,7 +357,7 @@ class Runner:
         mask: Mask | None,
     ) -> Sampled:
         """A rank's part in choosing ``count`` tokens, as `sample` does."""
-        columns, mask = self.ranks.own(columns, mask)
+        columns, mask = self.ranks.local_sampling(columns, mask)
         logits, best = self.logits[:count], self.sampled_tokens[:count]
         ops = self.model.ops
         sampled = sample(logits, best, columns, steps, ops, counts=counts, mask=mask)
@@ -365,7 +404,7 @@ class Runner:
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
             if any(isinstance(row, DraftPosition) for row in requests):
-                new, scored = verified(requests, new, scored)
+                new, scored = verify_drafts(requests, new, scored)
             return StepOutput(new, scored, prompts, late)
 
         return wait

@@ -88,18 +88,18 @@ class AcceptanceRate:
 
 
 @dataclass
-class Guesses:
+class DraftState:
     """Drafts for one request, and how often they were right."""
 
     drafter: Drafter
     rate: AcceptanceRate = field(default_factory=AcceptanceRate)
     length: int = 0  # of the text that the drafts continue
     drafts: list[int] = field(default_factory=list)
-    sure: int = 0  # as the drafter says of these
+    confidence: int = 0  # in these drafts, as the drafter says
 
     def propose(self, tokens: Sequence[int], most: int) -> None:
         """Guess what follows ``tokens``."""
-        self.drafts, self.sure = self.drafter.propose(tokens, most)
+        self.drafts, self.confidence = self.drafter.propose(tokens, most)
 
 
 class Speculator:
@@ -108,7 +108,8 @@ class Speculator:
     ``most`` drafts of a request are checked in a step, always; or, with ``costs``, as
     many as make it give most tokens a second, and none where nothing is gained. Where
     a draft takes ``seconds``, as a head's do, no more are made than are checked.
-    ``states`` are what the model makes of a step's tokens, for drafters that read it.
+    ``hidden_states`` are what the model makes of a step's tokens, for drafters that
+    read it.
     """
 
     def __init__(
@@ -118,12 +119,12 @@ class Speculator:
         drafter: Callable[[], Drafter] = SuffixDrafter,
         *,
         seconds: float = 0.0,
-        states: Any = None,
+        hidden_states: Any = None,
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
-        self.seconds, self.states = seconds, states
-        self.guesses: WeakKeyDictionary[Request, Guesses] = WeakKeyDictionary()
-        self.rates: dict[int, AcceptanceRate] = {}  # all requests', by how sure
+        self.seconds, self.hidden_states = seconds, hidden_states
+        self.draft_states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
+        self.rates: dict[int, AcceptanceRate] = {}  # all requests', by confidence
         self.drafts = 0  # times that a step has checked some
         self.checked: Counter[int] = Counter()  # by their place
         self.accepted: Counter[int] = Counter()  # the right ones
@@ -141,41 +142,41 @@ class Speculator:
             return cls(number, drafter=drafter)
         return cls(LONGEST_DRAFT, StepCosts(time_steps()), drafter)
 
-    def _guesses_of(self, request: Request) -> Guesses:
-        guesses = self.guesses.get(request)
-        if guesses is None:
-            guesses = self.guesses[request] = Guesses(self.drafter())
-        return guesses
+    def _state_of(self, request: Request) -> DraftState:
+        state = self.draft_states.get(request)
+        if state is None:
+            state = self.draft_states[request] = DraftState(self.drafter())
+        return state
 
-    def _guess(self, request: Request, tokens: Sequence[int]) -> Guesses:
+    def _update(self, request: Request, tokens: Sequence[int]) -> DraftState:
         """Guess what follows ``tokens``, the request's as far as they are known.
 
         Learns first from what has followed what was guessed before: a draft need not
         have been checked for that. Where drafts take time, it only learns.
         """
-        guesses = self._guesses_of(request)
-        if guesses.length == len(tokens):
-            return guesses
-        rates = guesses.rate, self._shared_rate(guesses.sure)
-        if guesses.drafts:
-            came = acceptance(guesses.drafts, tokens[guesses.length :])
+        state = self._state_of(request)
+        if state.length == len(tokens):
+            return state
+        rates = state.rate, self._shared_rate(state.confidence)
+        if state.drafts:
+            right, tried = acceptance(state.drafts, tokens[state.length :])
             for rate in rates:
-                rate.learn(*came)
+                rate.learn(right, tried)
         elif self.seconds:
             for rate in rates:
                 rate.fade()
-        guesses.length, guesses.drafts = len(tokens), []
+        state.length, state.drafts = len(tokens), []
         if not self.seconds:
-            guesses.propose(tokens, self.most)
-        return guesses
+            state.propose(tokens, self.most)
+        return state
 
     def observe(self, scheduled: Sequence[ScheduledChunk]) -> None:
-        """A step has begun, whose ``states`` are those of these chunks' tokens."""
+        """A step has begun, that of these chunks; drafters get its hidden states."""
         end = 0
-        for chunk in scheduled if self.states is not None else ():
+        for chunk in scheduled if self.hidden_states is not None else ():
             start, end = end, end + chunk.length
-            drafter: Any = self._guesses_of(chunk.request).drafter
-            drafter.observe(chunk.start, self.states[start:end])
+            drafter: Any = self._state_of(chunk.request).drafter
+            drafter.observe(chunk.start, self.hidden_states[start:end])
 
     def count(self, checked: int, right: int) -> None:
         """A step has checked so many drafts of a request, of which these were right."""
@@ -185,19 +186,19 @@ class Speculator:
 
     def counts(self) -> dict[str, Any]:
         """What `Stats` tells of them."""
-        told: dict[str, Any] = {"drafts": self.drafts}
+        stats: dict[str, Any] = {"drafts": self.drafts}
         kinds = {"draft_tokens": self.checked, "accepted_tokens": self.accepted}
         for name, counts in kinds.items():
-            told[name] = {str(place): n for place, n in sorted(counts.items())}
-        return told
+            stats[name] = {str(place): n for place, n in sorted(counts.items())}
+        return stats
 
-    def _shared_rate(self, sure: int) -> AcceptanceRate:
-        return self.rates.setdefault(sure.bit_length(), AcceptanceRate())
+    def _shared_rate(self, confidence: int) -> AcceptanceRate:
+        return self.rates.setdefault(confidence.bit_length(), AcceptanceRate())
 
-    def _chance(self, guesses: Guesses) -> float:
+    def _chance(self, state: DraftState) -> float:
         """How likely a draft is right if those before it are."""
-        shared = self._shared_rate(guesses.sure).mixed(PRIOR_RATE, PRIOR_WEIGHT)
-        return guesses.rate.mixed(shared, OWN_WEIGHT)
+        shared = self._shared_rate(state.confidence).mixed(PRIOR_RATE, PRIOR_WEIGHT)
+        return state.rate.mixed(shared, OWN_WEIGHT)
 
     def waits(self, request: Request) -> bool:
         """Whether a request should let a step pass until its last token is known.
@@ -208,13 +209,13 @@ class Speculator:
             return False
         request.tokens.pop()  # for now: a copy of a long text would cost more
         try:
-            guesses = self._guess(request, request.tokens)
+            state = self._update(request, request.tokens)
         finally:
             request.tokens.append(UNKNOWN)
         if self.seconds:
-            return self.costs is None or self._chance(guesses) >= PRIOR_RATE
-        return bool(guesses.drafts) and (
-            self.costs is None or self._chance(guesses) > PRIOR_RATE
+            return self.costs is None or self._chance(state) >= PRIOR_RATE
+        return bool(state.drafts) and (
+            self.costs is None or self._chance(state) > PRIOR_RATE
         )
 
     def choose(
@@ -225,29 +226,29 @@ class Speculator:
         At most ``room`` in all. The step computes ``computed`` tokens without them. A
         request whose last token isn't known gets none.
         """
-        found: list[Guesses | None] = []
+        states: list[DraftState | None] = []
         offered: list[int] = []
         for request in requests:
             left = max(request.max_tokens - request.num_output - 1, 0)
             if left == 0 or request.tokens[-1] == UNKNOWN:
-                found.append(None)
+                states.append(None)
                 offered.append(0)
                 continue
-            guesses = self._guess(request, request.tokens)
-            found.append(guesses)
-            most = self.most if self.seconds else len(guesses.drafts)
+            state = self._update(request, request.tokens)
+            states.append(state)
+            most = self.most if self.seconds else len(state.drafts)
             offered.append(min(most, left))
         drafts: list[list[int]] = []
-        counts = self._counts(found, offered, computed, room)
-        for request, one, count in zip(requests, found, counts, strict=True):
-            if one and self.seconds and count:
-                one.propose(request.tokens, count)
-            drafts.append(one.drafts[:count] if one else [])
+        counts = self._counts(states, offered, computed, room)
+        for request, own, count in zip(requests, states, counts, strict=True):
+            if own and self.seconds and count:
+                own.propose(request.tokens, count)
+            drafts.append(own.drafts[:count] if own else [])
         return drafts
 
     def _counts(
         self,
-        found: Sequence[Guesses | None],
+        states: Sequence[DraftState | None],
         offered: Sequence[int],
         computed: int,
         room: int,
@@ -260,7 +261,7 @@ class Speculator:
                 room -= counts[-1]
             return counts
         costs, seconds = self.costs, self.seconds
-        chances = [self._chance(one) if one else 0.0 for one in found]
+        chances = [self._chance(state) if state else 0.0 for state in states]
 
         def cost(tokens: int) -> float:
             return costs(tokens) + seconds * (tokens - computed)
@@ -327,7 +328,7 @@ class SpeculativeScheduler(Scheduler):
             right = 0 if request.forced else len(sampled) - 1
             self.speculator.count(len(drafts), right)
             counts = request.draft_counts
-            request.draft_counts = with_step(counts, len(drafts), right)
+            request.draft_counts = add_step_counts(counts, len(drafts), right)
             # Unless it was preempted meanwhile, or has ended.
             if request.finish_reason is None and request.num_computed_tokens == first:
                 request.num_computed_tokens = first + right
@@ -336,7 +337,7 @@ class SpeculativeScheduler(Scheduler):
         return new
 
 
-def with_step(
+def add_step_counts(
     counts: Sequence[tuple[int, int]], checked: int, right: int
 ) -> tuple[tuple[int, int], ...]:
     """``counts`` by place, of drafts checked and right, after one more step."""
@@ -361,7 +362,7 @@ def sample_positions(chunk: ScheduledChunk) -> list[SamplePosition]:
     return [request, *(DraftPosition(request, drafts[:end]) for end in ends)]
 
 
-def verified(
+def verify_drafts(
     rows: Sequence[SamplePosition],
     tokens: Sequence[list[int]],
     logprobs: Sequence[list[TokenLogprobs] | None],
@@ -372,8 +373,8 @@ def verified(
     """
     new: list[list[int]] = []
     scored: list[list[TokenLogprobs] | None] = []
-    found = zip(rows, tokens, logprobs, strict=True)
-    for _, group in groupby(found, key=lambda part: part[0].request_id):
+    parts = zip(rows, tokens, logprobs, strict=True)
+    for _, group in groupby(parts, key=lambda part: part[0].request_id):
         (request, sure, scores), *rest = group
         sampled, drafts = [*sure], list[int]()
         scores = None if scores is None else [*scores]

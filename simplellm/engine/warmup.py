@@ -11,7 +11,12 @@ from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig
 from simplellm.base.request import Request
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.checkpoint import RandomCheckpoint
-from simplellm.engine.graphs import MIXED_SIZES, CaptureShape, bucket_sizes
+from simplellm.engine.graphs import (
+    MIXED_SIZES,
+    CaptureShape,
+    bucket_sizes,
+    verify_shapes,
+)
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.sampler import SamplingTensors, adjust_logits
@@ -39,9 +44,9 @@ def dummy_run(runner: Runner, shape: CaptureShape, ops: Ops) -> None:
     It needs the kernels of a real step of this shape. Several may be under way at once,
     and write over each other's results.
     """
-    tokens, decodes, chunks = shape
-    flat = torch.zeros_like(runner.inputs)
-    batch = runner.view(flat, tokens, decodes + chunks, runner.table_width, decodes)
+    tokens, decodes, chunks, queries = shape
+    flat, width = torch.zeros_like(runner.inputs), runner.table_width
+    batch = runner.view(flat, tokens, decodes + chunks, width, decodes, queries)
     batch.pad()
     rows = decodes or 1
     model, logits = replace(runner.model, ops=ops), runner.logits[:rows]
@@ -131,6 +136,7 @@ def warm_up(
     shapes = [CaptureShape(size, 0, 1) for size in prompts]
     shapes += [CaptureShape.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
     shapes += [CaptureShape(size, size) for size in bucket_sizes(seqs)]
+    shapes += verify_shapes(seqs, config.max_drafts)
     steps: list[Callable[[Ops], object]] = [
         *(partial(dummy_run_experts, runner, size) for size in dict.fromkeys(prompts)),
         *(partial(dummy_sampler_run, runner, params) for params in DRAWS),

@@ -18,7 +18,8 @@ class KVGroup:
     """Where the layers of one kind, full or sliding, find keys and values in a step.
 
     Rows [0, decodes) are decodes (one token, or padding); rows [decodes, B) are prefill
-    chunks. The arrays after ``offsets`` are the same for all groups.
+    chunks. The arrays after ``offsets`` are the same for all groups. Where drafts are
+    checked, rows may have more tokens: see ``queries``.
     """
 
     slots: Tensor  # int32 [T], page * page_size + row to write to; -1 for padding
@@ -29,6 +30,7 @@ class KVGroup:
     decodes: int
     window: int | None  # positions that a query sees, itself included; None: all
     page_size: int
+    queries: int = 1  # tokens of a decode at most; if more, there are no chunks
 
     @cached_property
     def chunks(self) -> "KVGroup":
@@ -81,6 +83,7 @@ class Batch:
         decodes: int,
         windows: tuple[int | None, ...],
         page_size: int,
+        queries: int = 1,
     ) -> "Batch":
         """The views of ``flat``, an int32 array or tensor, that make up a step."""
         offset = 0
@@ -104,6 +107,7 @@ class Batch:
                 decodes=decodes,
                 window=window,
                 page_size=page_size,
+                queries=queries,
             )
             for window in windows
         )

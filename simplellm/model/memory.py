@@ -69,6 +69,20 @@ def weight_bytes(config: ModelConfig, itemsize: int = 2) -> dict[str, int]:
     return by_kind(config, size)
 
 
+def copied_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Numbers that are there beside their packed weights, as some are on a CPU.
+
+    For products with many tokens in float32; of a head that is the embedding, too, its
+    rows to look up.
+    """
+    shapes, forms = tensor_shapes(config), config.formats
+    copies = (
+        4 * math.prod(shapes[n]) for n, form in forms.items() if form.keep_dequantized
+    )
+    looked_up = config.tie_word_embeddings and "lm_head.weight" in forms
+    return sum(copies) + itemsize * looked_up * math.prod(shapes["embed_tokens.weight"])
+
+
 def position_bytes(config: ModelConfig, itemsize: int) -> int:
     """A key and a value of one position in one layer."""
     return 2 * config.num_key_value_heads * config.head_dim * itemsize
@@ -220,6 +234,7 @@ class Need:
         weights = weight_bytes(model, itemsize)
         if mapped:
             weights.pop("experts", None)
+        in_all = sum(weights.values()) + copied_bytes(model, itemsize)
         tokens = config.max_num_batched_tokens
         dtype = config.kv_cache_dtype
         if config.num_pages is not None:
@@ -229,7 +244,7 @@ class Need:
             step = kv_bytes(model, tokens, itemsize=itemsize, kv_cache_dtype=dtype)
             cache = config.cache_bytes or step
         step = activation_bytes(model, tokens, config.max_num_seqs, itemsize)
-        return cls(sum(weights.values()), cache, step)
+        return cls(in_all, cache, step)
 
 
 def shortage(device: torch.device, takes: str) -> Exception:

@@ -13,7 +13,7 @@ intermediate size.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -183,6 +183,8 @@ def attend(
     them; ``sinks`` [H] are logits. Scores are scaled by 1/sqrt(D). A padding row is 0.
     """
     out = torch.zeros_like(q)
+    if group.queries > 1:  # decodes are as chunks then
+        group = replace(group, decodes=0)
     attend_decodes(q, keys, values, group, sinks, out)
     attend_chunks(q, keys, values, group, sinks, out)
     return out

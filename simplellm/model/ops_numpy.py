@@ -155,6 +155,8 @@ def attend(
 ) -> Tensor:
     heads, dim = q.shape[1:]
     kv_heads = keys.shape[2]
+    if group.queries > 1:
+        return ops.attend(q, keys, values, group, sinks)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     scaled = q[: group.decodes].numpy() * np.float32(dim**-0.5)
     scaled = scaled.reshape(-1, kv_heads, heads // kv_heads, dim)  # [n, K, G, D]

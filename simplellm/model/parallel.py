@@ -56,11 +56,11 @@ class Group:
         self.gloo: Any = gloo(store, rank, size, options)
         self.nccl: Any = None  # a Communicator, on a GPU
         if device is not None and device.type == "cuda":
-            told = torch.zeros(ID_BYTES, dtype=torch.uint8)
+            unique = torch.zeros(ID_BYTES, dtype=torch.uint8)
             if rank == 0:
-                told = torch.frombuffer(bytearray(unique_id()), dtype=torch.uint8)
-            self.broadcast(told)
-            self.nccl = Communicator(told.numpy().tobytes(), rank, size, device)
+                unique = torch.frombuffer(bytearray(unique_id()), dtype=torch.uint8)
+            self.broadcast(unique)
+            self.nccl = Communicator(unique.numpy().tobytes(), rank, size, device)
 
     def _reduce(self, x: Tensor, how: str) -> Tensor:
         x = x.contiguous()
@@ -89,7 +89,7 @@ class Group:
         """The least of all ranks' ``x``, number by number."""
         return self._reduce(x, "MIN")
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, of one shape: [R, ...]."""
         if x.is_cuda:
             all_of_them = x.new_empty(self.size, *x.shape)
@@ -129,8 +129,8 @@ class VocabularyShard:
     def embed(self, tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
         """`embed` of ``table`` [W, hidden]: each row is looked up on one rank."""
         ids = torch.where(tokens < 0, previous[(-1 - tokens).clamp(min=0)], tokens)
-        places, inside = self._places(ids)
-        x = self.ops.embed(places.int(), previous, table)
+        local, inside = self._local_ids(ids)
+        x = self.ops.embed(local.int(), previous, table)
         return self.group.sum(x.masked_fill(~inside[:, None], 0))
 
     def head(self, hidden: Tensor, weight: Weight, logits: Tensor) -> Tensor:
@@ -188,7 +188,9 @@ class VocabularyShard:
         values[:, : own.values.shape[1]] = own.values
         ids[:, : own.values.shape[1]] = own.indices + self.tokens.start
         if count > 0:
-            values, ids = (self.group.gather(x).movedim(0, 1) for x in (values, ids))
+            values, ids = (
+                self.group.all_gather(x).movedim(0, 1) for x in (values, ids)
+            )
         best = values.flatten(1).topk(count, dim=-1)
         return picked[:, 0], ranks, ids.flatten(1).gather(1, best.indices), best.values
 
@@ -196,24 +198,24 @@ class VocabularyShard:
         """`penalize`, by this rank's columns of ``counts``."""
         return self.ops.penalize(counts.of_tokens(self.tokens), logits)
 
-    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where tokens are on this rank, int64, and whether: 0 for those elsewhere."""
-        places = ids.long() - self.tokens.start
-        inside = (places >= 0) & (places < len(self.tokens))
-        return torch.where(inside, places, 0), inside
+    def _local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids among this rank's tokens, int64, and which are: 0 for those elsewhere."""
+        local = ids.long() - self.tokens.start
+        inside = (local >= 0) & (local < len(self.tokens))
+        return torch.where(inside, local, 0), inside
 
     def _of_tokens(self, values: Tensor, tokens: Tensor) -> Tensor:
         """The number [S, 1] of a token of each row, -inf if another rank has it."""
-        places, inside = self._places(tokens)
-        return values.gather(1, places[:, None]).masked_fill(
+        local, inside = self._local_ids(tokens)
+        return values.gather(1, local[:, None]).masked_fill(
             ~inside[:, None], -torch.inf
         )
 
-    def _largest(self, values: Tensor, places: Tensor) -> Tensor:
-        """The token, int32 [S], of the greatest of all ranks' numbers at ``places``."""
-        places = places.long()
-        numbers = values.gather(1, places[:, None])[:, 0]
-        keys = self.group.max(pack_keys(numbers, places + self.tokens.start))
+    def _largest(self, values: Tensor, local: Tensor) -> Tensor:
+        """The token, int32 [S], of the greatest number of all ranks' ``local`` ids."""
+        local = local.long()
+        numbers = values.gather(1, local[:, None])[:, 0]
+        keys = self.group.max(pack_keys(numbers, local + self.tokens.start))
         return token_of(keys)
 
 

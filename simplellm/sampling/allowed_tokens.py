@@ -64,7 +64,9 @@ class AllowedTokens:
         self.row: Any = None
         self.state: object = None
         grammar = request.grammar
-        self.walk = None if grammar is None else grammar.walk(request.request_id)
+        self.grammar_state = (
+            None if grammar is None else grammar.start(request.request_id)
+        )
         params = request.params
         # A forced token is not sampled: it has no logprob, and no penalty counts it.
         sampled = params.logprobs is not None or params.penalizes or params.restricts
@@ -100,26 +102,26 @@ class AllowedTokens:
         that the text is cut into the same tokens either way. Called again without new
         tokens it returns the same: a step that fails is tried again.
         """
-        assert self.walk is not None
-        new = request.tokens[request.num_prompt + self.walk.length :]
-        self.walk.advance(new)
+        assert self.grammar_state is not None
+        new = request.tokens[request.num_prompt + self.grammar_state.length :]
+        self.grammar_state.advance(new)
         self.pending_forced = self.pending_forced[len(new) :]
         if self.forces and not self.pending_forced:
-            self.pending_forced = self.walk.forced()
+            self.pending_forced = self.grammar_state.forced()
         count = request.max_tokens - request.num_output if several else 1
         return self.pending_forced[:count]
 
     def mask_state(self, request: SamplePosition) -> tuple[bool, Collection[int]]:
         """What `bits` depend on."""
-        early = request.num_output < request.params.min_tokens
-        return early, self.completed(request)
+        before_min = request.num_output < request.params.min_tokens
+        return before_min, self.completed(request)
 
     def restrict(self, bits: Bits, request: SamplePosition) -> None:
         """Clear in ``bits``, the grammar's, what else the request may not get.
 
         Unless that would leave no token.
         """
-        early, completed = self.mask_state(request)
-        if early or completed or self.restricts_statically:
-            left = bits & self.bits(early, completed)
+        before_min, completed = self.mask_state(request)
+        if before_min or completed or self.restricts_statically:
+            left = bits & self.bits(before_min, completed)
             bits[:] = left if left.any() else bits

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.draft_position import DraftPosition, SamplePosition
-from simplellm.base.grammar import BitmaskFiller, Walk
+from simplellm.base.grammar import BitmaskFiller, GrammarState
 from simplellm.base.request import Request
 from simplellm.base.transfer import pinned, upload
 from simplellm.sampling.allowed_tokens import AllowedTokens
@@ -86,8 +86,8 @@ class Masks:
         request whose grammar leaves it no choice gets what has to come as ``forced``.
         """
         rows: dict[int, Tensor] = {}
-        walking: dict[int, tuple[SamplePosition, AllowedTokens, Walk]] = {}
-        walk: Walk | None = None  # of the row before
+        constrained: dict[int, tuple[SamplePosition, AllowedTokens, GrammarState]] = {}
+        state: GrammarState | None = None  # of the row before
         several = len(requests) <= FORCING
         for index, request in enumerate(requests):
             if not request.restricted or request.finish_reason is not None:
@@ -95,36 +95,36 @@ class Masks:
             owner = request.request if isinstance(request, DraftPosition) else request
             if (allowed := self.allowed.get(owner)) is None:
                 allowed = self.allowed[owner] = AllowedTokens(owner, self.vocab_size)
-            if allowed.walk is None:
+            if allowed.grammar_state is None:
                 rows[index] = on_device(allowed, request, self.device)
                 continue
             if isinstance(request, DraftPosition):
-                walk = walk and walk.after(request.drafts[-1], allowed.forces)
-                request.valid = walk is not None
+                state = state and state.after(request.drafts[-1], allowed.forces)
+                request.valid = state is not None
             else:
                 request.forced = allowed.advance(request, several)
-                walk = None if request.forced else allowed.walk
-            if walk is not None:
-                walking[index] = request, allowed, walk
-        if not (rows or walking):
+                state = None if request.forced else allowed.grammar_state
+            if state is not None:
+                constrained[index] = request, allowed, state
+        if not (rows or constrained):
             return None
         before = [(index, id(row)) for index, row in self.rows.items()]
-        if walking or [(index, id(row)) for index, row in rows.items()] != before:
+        if constrained or [(index, id(row)) for index, row in rows.items()] != before:
             parts = [torch.stack([*rows.values()])] if rows else []
-            parts += [self._fill([*walking.values()])] if walking else []
-            indices = upload([*rows, *walking], torch.int64, self.device)
+            parts += [self._fill([*constrained.values()])] if constrained else []
+            indices = upload([*rows, *constrained], torch.int64, self.device)
             self.mask = Mask(indices, torch.cat(parts))
-            self.rows = {} if walking else rows
+            self.rows = {} if constrained else rows
         return self.mask
 
     def _fill(
-        self, walking: Sequence[tuple[SamplePosition, AllowedTokens, Walk]]
+        self, constrained: Sequence[tuple[SamplePosition, AllowedTokens, GrammarState]]
     ) -> Tensor:
-        """The bits that grammars leave, int32 [len(walking), W]."""
-        staging = self.staging[: len(walking)]
+        """The bits that grammars leave, int32 [len(constrained), W]."""
+        staging = self.staging[: len(constrained)]
         bits = staging.numpy().view(np.uint32)
-        self.filler.fill([walk for _, _, walk in walking], bits)
-        for row, (request, allowed, _) in zip(bits, walking, strict=True):
+        self.filler.fill([state for _, _, state in constrained], bits)
+        for row, (request, allowed, _) in zip(bits, constrained, strict=True):
             if request.params.restricts:
                 allowed.restrict(row, request)
         return staging.to(self.device, non_blocking=True, copy=True)

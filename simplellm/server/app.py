@@ -90,13 +90,13 @@ class Gate:
         except GoneError:
             call.facts["gone"] = True
         except Exception as error:
-            found = self.explain(error, call)
-            call.fail(found)
+            api_error = self.explain(error, call)
+            call.fail(api_error)
             if status:  # the answer has begun: the connection breaks off
                 LOGGER.exception("request %s failed in its answer", call.id)
                 raise
             form = self.forms.get(request.url.path, openai_form)
-            answer = as_json(form(found), found.status, found.headers)
+            answer = as_json(form(api_error), api_error.status, api_error.headers)
             await answer(scope, receive, sending)
         finally:
             self.service.running -= 1
@@ -199,7 +199,7 @@ def make_app(service: Service) -> ASGIApp:
     by_path: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in endpoints:
         by_path[endpoint.path].append(endpoint)
-    routes = [route_of(path, found) for path, found in by_path.items()]
+    routes = [route_of(path, those) for path, those in by_path.items()]
     router = Router(routes, redirect_slashes=False)
     gate = Gate(router, service, endpoints)
     if not service.allowed_origins:

@@ -26,8 +26,8 @@ LIMITS = {
 # How much of a text that has to come becomes tokens at once. A pattern says 100,000
 # letters in a few, and who waits for their tokens holds up all that the engine runs.
 MOST_FORCED = 1000  # characters
-# Lexers of a grammar, so that as many threads can make masks of its walks at once. What
-# takes more seconds of the processor's to compile has one only.
+# Lexers of a grammar, so that as many threads can make its masks at once. One that the
+# processor needs longer than QUICK seconds for has one lexer only.
 MOST_LEXERS, QUICK = min(8, os.cpu_count() or 1), 0.005
 SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refused
 

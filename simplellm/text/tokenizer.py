@@ -8,7 +8,7 @@ from typing import Any
 
 import tiktoken
 
-from simplellm.base.config import expect_type, raising, read_json
+from simplellm.base.config import expect_type, read_json, reraise_as
 
 
 class TokenizerError(ValueError):
@@ -135,7 +135,7 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | Path) -> "Tokenizer":
         """`from_json` of a file, which errors name."""
-        with raising(TokenizerError, path):
+        with reraise_as(TokenizerError, path):
             return cls.from_json(read_json(path))
 
 

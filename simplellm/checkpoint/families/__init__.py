@@ -17,8 +17,8 @@ from simplellm.base.config import (
     ModelConfig,
     expect,
     one_of,
-    raising,
     read_json,
+    reraise_as,
 )
 from simplellm.checkpoint.families.family import Data, Family
 from simplellm.checkpoint.families.gemma3 import GEMMA3
@@ -49,7 +49,7 @@ def title(config: ModelConfig) -> str:
     return FAMILIES[config.model_type].name + (f" ({said})" if said else "")
 
 
-@raising(ConfigError)
+@reraise_as(ConfigError)
 def family_config(data: Data) -> ModelConfig:
     """The config of a parsed config.json of any family. Raises ConfigError.
 
@@ -73,5 +73,5 @@ def family_config(data: Data) -> ModelConfig:
 
 def read_config(file: str | Path) -> ModelConfig:
     """`family_config` of a file, which errors name."""
-    with raising(ConfigError, file):
+    with reraise_as(ConfigError, file):
         return family_config(read_json(file))

@@ -16,8 +16,8 @@ from simplellm.base.config import (
     end_token_ids,
     expect,
     one_of,
-    raising,
     read,
+    reraise_as,
 )
 from simplellm.checkpoint.names import Name
 
@@ -111,7 +111,7 @@ class Family:
         defaults = {theirs.get(ours, ours) for ours in self.defaults}
         return {*SHARED, *defaults, *self.keys, *self.extra_keys}
 
-    @raising(ConfigError)
+    @reraise_as(ConfigError)
     def config(self, data: Data) -> ModelConfig:
         """The config that a parsed config.json describes.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simplellm.base.config import CheckpointError, expect, raising
+from simplellm.base.config import CheckpointError, expect, reraise_as
 
 # By ggml's number: the name, the elements of a block, and its bytes.
 TYPES = {
@@ -227,7 +227,7 @@ def open_container(path: str | Path) -> Container:
     tensors: dict[str, GGUFTensor] = {}
 
     def read(file: Path) -> dict[str, Any]:
-        with raising(CheckpointError, file):
+        with reraise_as(CheckpointError, file):
             try:
                 with file.open("rb") as opened:
                     flags = mmap.MAP_PRIVATE | NO_RESERVE
@@ -243,11 +243,11 @@ def open_container(path: str | Path) -> Container:
     metadata = read(path)
     count = metadata.get("split.count", 0)
     if isinstance(count, int) and count > 1:
-        with raising(CheckpointError, path):
+        with reraise_as(CheckpointError, path):
             rest = shards_of(path, count)[1:]
         for file in rest:
             read(file)
-        with raising(CheckpointError, path):
+        with reraise_as(CheckpointError, path):
             total = metadata.get("split.tensors.count", len(tensors))
             expected = f"{total}, as split.tensors.count says"
             name = f"the number of tensors in {count} files"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from simplellm.base.config import ConfigError, ModelConfig, expect, one_of, raising
+from simplellm.base.config import ConfigError, ModelConfig, expect, one_of, reraise_as
 from simplellm.checkpoint.families import family_config
 from simplellm.checkpoint.formats import MXFP4_EXPERTS, NumberFormat, is_matrix
 from simplellm.checkpoint.gguf.container import Container
@@ -121,7 +121,7 @@ def read_gguf_config(
     Raises ConfigError, which names it.
     """
     data = config_data(container)
-    with raising(ConfigError, container.path):
+    with reraise_as(ConfigError, container.path):
         config = family_config(data)
         # llama.cpp's norms have what the family adds to their weights, added.
         config = replace(config, norm_offset=0.0)
@@ -146,7 +146,7 @@ def formats_of(
 def config_data(container: Container) -> dict[str, Any]:
     """The config.json of a model. Raises ConfigError, which names file and field."""
     metadata = container.metadata
-    with raising(ConfigError, container.path):
+    with reraise_as(ConfigError, container.path):
         arch = metadata.get("general.architecture")
         one_of("general.architecture", arch, tuple(MODEL_TYPES))
         assert isinstance(arch, str)

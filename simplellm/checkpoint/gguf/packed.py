@@ -1,7 +1,7 @@
 """Weights of a GGUF file that a CPU multiplies as they are: in 4 bits, or twice 4."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,17 +12,17 @@ from simplellm.checkpoint.formats import NumberFormat, is_matrix
 from simplellm.checkpoint.gguf.container import Container
 from simplellm.checkpoint.gguf.metadata import KEPT
 from simplellm.checkpoint.gguf.names import stored_as
-from simplellm.checkpoint.int4 import ROWS, Codes, Int4, halves
+from simplellm.checkpoint.int4 import ROWS, Codes, Int4, split_int8
 from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
 
 EIGHT = KEPT["Q8_0"]
 PACKABLE = {
     "Q4_0": replace(EIGHT, name="Q4_0", dtype="int4"),
     "Q4_1": replace(EIGHT, name="Q4_1", dtype="int4"),
-    "Q8_0": EIGHT,
+    "Q8_0": replace(EIGHT, dtype="int4", addends=2),
 }
 TABLE, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-MOST_NUMBERS = 2**28  # numbers of a model up to which it has them in float32, too
+MAX_DEQUANTIZED = 2**28  # numbers of a model up to which it has them in float32, too
 
 
 def packed_formats(
@@ -45,17 +45,12 @@ def packed_formats(
         types = {container.tensors[n].type for n in stored if n in container.tensors}
         if len(types) == 1 and shapes[source][0] % ROWS == 0:
             formats[ours] = PACKABLE.get(types.pop())
-    return {ours: form for ours, form in formats.items() if form is not None}
+    found = {ours: form for ours, form in formats.items() if form is not None}
+    few = sum(math.prod(shapes[ours]) for ours in found) <= MAX_DEQUANTIZED
+    return {ours: replace(form, keep_dequantized=few) for ours, form in found.items()}
 
 
-def keep_numbers(config: ModelConfig, formats: Mapping[str, NumberFormat]) -> bool:
-    """Whether the weights of ``formats`` may be there as float32 numbers, too."""
-    shapes = tensor_shapes(config)
-    shapes.setdefault(OUTPUT, shapes[TABLE])
-    return sum(math.prod(shapes[ours]) for ours in formats) <= MOST_NUMBERS
-
-
-def numbers_at(blocks: Tensor, start: int) -> Tensor:
+def float16_at(blocks: Tensor, start: int) -> Tensor:
     """The float16 number that begins at a byte of each block [..., bytes]."""
     two = blocks[..., start : start + 2].contiguous()
     return two.view(torch.float16).squeeze(-1).float()
@@ -70,14 +65,14 @@ def nibbles(blocks: Tensor, start: int) -> Tensor:
 def codes_of_q4_0(rows: Tensor) -> list[Codes]:
     """A block is its scale and 32 numbers from -8 to 7."""
     blocks = rows.unflatten(-1, (-1, 2 + BLOCK // 2))
-    scales = numbers_at(blocks, 0)
+    scales = float16_at(blocks, 0)
     return [Codes(nibbles(blocks, 2), scales, torch.zeros_like(scales))]
 
 
 def codes_of_q4_1(rows: Tensor) -> list[Codes]:
     """A block is its scale, its least number and 32 multiples to add, 0 to 15."""
     blocks = rows.unflatten(-1, (-1, 4 + BLOCK // 2))
-    scales, least = numbers_at(blocks, 0), numbers_at(blocks, 2)
+    scales, least = float16_at(blocks, 0), float16_at(blocks, 2)
     return [Codes(nibbles(blocks, 4), scales, least + 8 * scales)]
 
 
@@ -85,7 +80,7 @@ def codes_of_q8_0(rows: Tensor) -> list[Codes]:
     """A block is its scale and 32 numbers of 8 bits."""
     blocks = rows.unflatten(-1, (-1, 2 + BLOCK))
     values = blocks[..., 2:].contiguous().view(torch.int8).flatten(-2)
-    return halves(values, numbers_at(blocks, 0))
+    return split_int8(values, float16_at(blocks, 0))
 
 
 READERS: dict[str, Callable[[Tensor], list[Codes]]] = {
@@ -95,6 +90,6 @@ READERS: dict[str, Callable[[Tensor], list[Codes]]] = {
 }
 
 
-def packed_of(rows: Tensor, kind: str, keep: bool) -> Int4:
+def pack_rows(rows: Tensor, kind: str, keep: bool) -> Int4:
     """A weight from uint8 ``rows`` [out, bytes of a row] of a type of `PACKABLE`."""
     return Int4.of(READERS[kind](rows), keep)

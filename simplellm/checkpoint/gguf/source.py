@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplellm.base.config import CheckpointError, ModelConfig, expect, raising
+from simplellm.base.config import CheckpointError, ModelConfig, expect, reraise_as
 from simplellm.checkpoint.gguf.container import Container, GGUFTensor, open_container
 from simplellm.checkpoint.gguf.metadata import (
     KEPT,
@@ -18,7 +18,7 @@ from simplellm.checkpoint.gguf.metadata import (
     read_gguf_config,
 )
 from simplellm.checkpoint.gguf.names import stored_as
-from simplellm.checkpoint.gguf.packed import keep_numbers, packed_formats, packed_of
+from simplellm.checkpoint.gguf.packed import pack_rows, packed_formats
 from simplellm.checkpoint.gguf.tensors import (
     ORDINARY,
     as_array,
@@ -58,10 +58,9 @@ class GGUFCheckpoint:
         kept = KEPT_ON_GPU if gpu else KEPT
         config = read_gguf_config(self.container, kept)
         self._packed = packed_formats(config, self.container) if packed else {}
-        self._keep_numbers = keep_numbers(config, self._packed)
         formats = {**config.formats, **self._packed}
         self.config: ModelConfig = replace(config, formats=formats)
-        with raising(CheckpointError, self.path):
+        with reraise_as(CheckpointError, self.path):
             self._names = {
                 ours: stored_as(ours, self.config.model_type)
                 for ours in tensor_names(self.config)
@@ -106,9 +105,9 @@ class GGUFCheckpoint:
         of_experts = ".experts." in ours
         interleaved = of_experts and self.config.activation == "clamped_swiglu"
         weight: Weight = joined(parts, int(of_experts), interleaved)
-        if ours in self._packed:
+        if form := self._packed.get(ours):
             assert isinstance(weight, Tensor)
-            return packed_of(weight, tensors[0].type, self._keep_numbers)
+            return pack_rows(weight, tensors[0].type, form.keep_dequantized)
         return weight
 
     def _part(self, tensor: GGUFTensor, ours: str) -> Weight:

@@ -1,4 +1,4 @@
-"""Attention over pages: sequences with one new token apart from chunks of prompts."""
+"""Attention over pages: decodes apart from chunks of prompts."""
 
 import torch
 from torch import Tensor
@@ -6,6 +6,7 @@ from torch import Tensor
 from simplellm.model.batch import KVGroup
 from simplellm.model.kernels.decode import Scratch, decode_attention
 from simplellm.model.kernels.prefill import prefill_attention
+from simplellm.model.kernels.verify import verify_attention
 
 
 def attend(
@@ -25,6 +26,9 @@ def attend(
     """
     decodes = 0 if batch_invariant else group.decodes
     out = torch.empty_like(q)
+    if decodes and group.queries > 1:
+        verify_attention(q, keys, values, group, sinks, out, scratch)
+        return out
     if decodes:
         decode_attention(q, keys, values, group, sinks, out, scratch)
     if decodes < q.shape[0]:

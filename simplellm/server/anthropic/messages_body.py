@@ -273,10 +273,10 @@ def with_output(data: dict[str, Any]) -> dict[str, Any]:
     form, config = data.pop("output_format", None), data.get("output_config", {})
     if not isinstance(config, Mapping):
         return data
-    found = dict(config)
+    output = dict(config)
     if form is not None:
-        found.setdefault("format", form)
-    return data | ({"output_config": found} if found else {})
+        output.setdefault("format", form)
+    return data | ({"output_config": output} if output else {})
 
 
 def offered_here(tools: Sequence[Any], reading: Reading) -> list[Any]:

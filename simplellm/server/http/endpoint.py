@@ -287,10 +287,10 @@ class Endpoint:
         """The body of parsed JSON. Raises as `read_body`."""
         assert self.body is not None
         reading = call.service.reading()
-        found = read_body(self.body, parsed, reading)
+        body = read_body(self.body, parsed, reading)
         call.ignored = reading.header
         call.service.warn(reading.ignored)
-        return found
+        return body
 
 
 def as_json(

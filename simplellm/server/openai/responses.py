@@ -153,11 +153,11 @@ class Response(Generation):
         if self.replies is None or self.detached:  # over, or what went wrong is told
             return
         if started:  # the client is gone
-            self.settle(self.object("cancelled", self.replies.usage()))
+            self.finalize(self.object("cancelled", self.replies.usage()))
         else:  # nobody was told its id
             self.store.forget(self.id)
 
-    def settle(self, response: dict[str, Any]) -> dict[str, Any]:
+    def finalize(self, response: dict[str, Any]) -> dict[str, Any]:
         """``response`` is what there is from now on."""
         self.status, self.replies = response["status"], None
         self.store.end(self.id, Kept(response, self.input_items, self.asked_bytes))
@@ -198,12 +198,12 @@ class Response(Generation):
         done = "completed" if status == "completed" else "incomplete"
         events = self.output.close(done)
         why = {"reason": "max_output_tokens"} if reason == "length" else None
-        return self.settle(self.object(status, usage, why=why)), events
+        return self.finalize(self.object(status, usage, why=why)), events
 
     def failure(self, error: APIError) -> dict[str, Any]:
         code = TOO_LONG if error.code == TOO_LONG else "server_error"
         details = {"code": code, "message": error.message}
-        response = self.settle(self.object("failed", error=details))
+        response = self.finalize(self.object("failed", error=details))
         return self.output.event("response.failed", response=response)
 
 

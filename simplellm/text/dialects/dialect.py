@@ -11,7 +11,7 @@ from simplellm.base.config import (
     ConfigError,
     ModelConfig,
     expect,
-    raising,
+    reraise_as,
 )
 from simplellm.base.files import SmallFiles
 from simplellm.base.grammar import Grammar
@@ -121,7 +121,7 @@ def open_text(
     if data is None:
         return None, HARMONY
     if config.model_type == "gpt_oss":
-        with raising(TokenizerError, path):
+        with reraise_as(TokenizerError, path):
             tokenizer, dialect = Tokenizer.from_json(data), HARMONY
     else:
         tokenizer, dialect = open_family(files, data, config.vocab_size)
@@ -135,7 +135,7 @@ def open_text(
 
 def tokenizer_data(files: SmallFiles) -> dict[str, Any] | None:
     """What its tokenizer.json says, if there is one. Raises TokenizerError."""
-    with raising(TokenizerError, files.path_of("tokenizer.json")):
+    with reraise_as(TokenizerError, files.path_of("tokenizer.json")):
         return files.json("tokenizer.json")
 
 
@@ -147,7 +147,7 @@ def open_family(
     ``data`` is what its tokenizer.json says.
     """
     path = files.path_of("tokenizer.json")
-    with raising(TokenizerError, path):
+    with reraise_as(TokenizerError, path):
         needs("tokenizers")
         needs("jinja2")
     from simplellm.text.dialects.template import (
@@ -157,7 +157,7 @@ def open_family(
         special_tokens,
     )
 
-    with raising(ConfigError, files.path_of("tokenizer_config.json")):
+    with reraise_as(ConfigError, files.path_of("tokenizer_config.json")):
         settings = files.json("tokenizer_config.json") or {}
     source = TemplateSource.read(files, settings)
     naming = [*special_names(settings), *(source.texts() if source else ())]

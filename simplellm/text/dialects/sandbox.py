@@ -54,16 +54,18 @@ class Adapted(NodeTransformer):
                 clock = [node.iter, "in_time", [], [], None, None]
                 node.iter = nodes.Filter(*clock, lineno=node.lineno)
             case nodes.Compare():
-                self.hide([node.expr, *(operand.expr for operand in node.ops)])
+                self.translate_constants(
+                    [node.expr, *(operand.expr for operand in node.ops)]
+                )
             case nodes.Test():
-                self.hide(node.args)
+                self.translate_constants(node.args)
             case nodes.Filter(name=name) | nodes.Call(node=nodes.Getattr(attr=name)):
                 looked = node.args[:1] if name == "replace" else node.args
-                self.hide(looked if name in LOOKING else [])
+                self.translate_constants(looked if name in LOOKING else [])
         return node
 
-    def hide(self, every: Sequence[nodes.Node]) -> None:
-        """Hide the constants in some expressions."""
+    def translate_constants(self, every: Sequence[nodes.Node]) -> None:
+        """Spell the texts in some expressions as ``hidden`` has them."""
         for one in every:
             inner = [one] if isinstance(one, nodes.Const) else one.find_all(nodes.Const)
             for constant in inner:

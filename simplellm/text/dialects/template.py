@@ -21,7 +21,7 @@ from simplellm.base.config import (
     expect,
     expect_type,
     one_of,
-    raising,
+    reraise_as,
 )
 from simplellm.base.files import SmallFiles
 from simplellm.text.dialects.encoder import Encoder, guarded
@@ -152,7 +152,7 @@ class ChatTemplate:
 def concealed(value: Any, hidden: Mapping[int, int]) -> Any:
     """Plain data with all its text put through ``hidden``. Raises TokenizerError."""
     if isinstance(value, str):
-        with raising(TokenizerError, "a message"):
+        with reraise_as(TokenizerError, "a message"):
             value.encode()  # nothing stands in for a character already
         return value.translate(hidden)
     if isinstance(value, Mapping):

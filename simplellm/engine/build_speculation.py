@@ -10,7 +10,7 @@ import torch
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.eagle import HeadConfig, read_head, read_head_config
-from simplellm.engine.head_drafter import HeadDrafter, Taps
+from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafter
 from simplellm.engine.runner import Runner
 from simplellm.engine.speculation import (
     DRAFTERS,
@@ -22,10 +22,10 @@ from simplellm.engine.step_times import REPEATS, time_steps
 from simplellm.model.eagle import Head, build_head
 
 HEAD_DRAFTS = 5  # of a head in a step at most, where the number is chosen
-TEXT = 64  # tokens that a head is timed with
+TIMED_TOKENS = 64  # tokens that a head is timed with
 
 
-def head_of(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
+def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
     """The config of the head whose folder ``speculative`` is; None: there is none.
 
     Raises ValueError for what is no drafter, or none for this model.
@@ -48,10 +48,10 @@ def seconds_per_draft(head: Head) -> float:
     """What a draft takes of a text that the head knows."""
     drafter, times = HeadDrafter(head), []
     size = len(head.layers) * head.config.target_hidden_size
-    drafter.observe(0, head.fc.new_zeros(TEXT, size))
+    drafter.observe(0, head.fc.new_zeros(TIMED_TOKENS, size))
     for most in [1] + [4] * (1 + REPEATS):
         start = time.perf_counter()
-        drafter.propose([0] * (TEXT + 1), most)
+        drafter.propose([0] * (TIMED_TOKENS + 1), most)
         times.append((time.perf_counter() - start) / 3)
     return min(times[2:])
 
@@ -65,10 +65,10 @@ def speculative_scheduler(
     if name in DRAFTERS:
         speculator = Speculator.of(name, number, partial(time_steps, runner))
     else:
-        found = head_of(config, runner.model.config)
-        assert found is not None
-        head = build_head(found, read_head(Path(name), found), runner.model)
-        taps = Taps(runner.model, head.layers, config.max_num_batched_tokens)
+        head_config = find_head(config, runner.model.config)
+        assert head_config is not None
+        head = build_head(head_config, read_head(Path(name), head_config), runner.model)
+        aux = AuxHiddenStates(runner.model, head.layers, config.max_num_batched_tokens)
         costs = StepCosts(time_steps(runner)) if number is None else None
         with torch.inference_mode():
             seconds = seconds_per_draft(head)
@@ -77,7 +77,7 @@ def speculative_scheduler(
             costs,
             partial(HeadDrafter, head),
             seconds=seconds,
-            states=taps.states,
+            hidden_states=aux.states,
         )
     return SpeculativeScheduler(
         runner.manager, **rules, speculator=speculator, max_drafts=config.max_drafts

@@ -1,0 +1,290 @@
+"""Attention of a few new tokens of each sequence: drafts that a step checks.
+
+Keys are read once for all of a sequence's queries, and split among programs as in
+`simplellm.model.kernels.decode`, whose names and layout these are. A query sees the
+drafts before it, whose keys the same step has written: so no key is loaded ahead.
+
+T tokens, at most QUERIES of them in each of B rows.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.model.batch import KVGroup
+from simplellm.model.kernels.decode import (
+    DecodeTiles,
+    Scratch,
+    choose_splits,
+    decode_tiles,
+    store_result,
+)
+from simplellm.model.kernels.key_tiles import LOG2E, NO_KEY, init_acc, load_pair
+from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
+from simplellm.model.kernels.prefill import ANYWHERE, VARIED, padded
+from simplellm.model.kernels.softmax import find_rows, join_parts, softmax_update
+
+
+@triton.jit
+def find_queries(starts_ptr, offsets_ptr, lengths_ptr, row):
+    """The row's first token, how many it has, and its length from its first page on."""
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    return begin, count, tl.load(lengths_ptr + row) - tl.load(offsets_ptr + row)
+
+
+@triton.jit
+def divide_keys(
+    length, count, splits, least, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The first place that a query sees, a share of keys, and how many have keys."""
+    lowest = tl.maximum(length - count + 1 - WINDOW, 0) if WINDOW else 0
+    share = tl.maximum(tl.cdiv(length - lowest, splits), least)
+    share = tl.cdiv(share, BLOCK) * BLOCK
+    return lowest, share, tl.maximum(tl.cdiv(length - lowest, share), 1)
+
+
+@triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
+def verify_kernel(
+    # Pointers
+    q_ptr,  # [T, H, D]
+    keys_ptr,  # [pages, PAGE, K, D]
+    values_ptr,
+    tables_ptr,  # int32 [B, P]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    query_start_loc_ptr,  # int32 [B + 1]
+    sinks_ptr,  # [H]
+    out_ptr,  # [T, H, D]
+    parts_ptr,  # float32 [T, K, splits, G, D]
+    sums_ptr,  # float32 [T, K, splits, G]
+    # Sizes and strides, in elements
+    scale,  # log2(e) / sqrt(D)
+    least,  # keys that are worth a split
+    num_tokens,
+    stride_page,
+    stride_table,
+    # Sizes and switches, as in decode_kernel
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,  # of a row at most, a power of two
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For the queries of a row, the G heads of a kv head, and one of the splits:
+
+    as `decode_kernel`, but each query sees the keys up to its own place alone.
+
+    The rows of all matrices are (query, head) pairs. Tokens after the last row's get
+    zeros, each from the row of its number, which has no tokens.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head, split = tl.program_id(0), tl.program_id(2)
+    row = tl.program_id(1).to(tl.int64)
+    begin, count, length = find_queries(
+        query_start_loc_ptr, offsets_ptr, lengths_ptr, row
+    )
+    splits = tl.num_programs(2)
+    lowest, share, used = divide_keys(length, count, splits, least, WINDOW, BLOCK)
+    if split >= used:
+        return
+    pair = tl.arange(0, QUERIES * ROWS)
+    query, group = pair // ROWS, pair % ROWS
+    d, n = tl.arange(0, DIMS), tl.arange(0, BLOCK)
+    heads = head * G + group
+    if count == 0:
+        last = tl.load(query_start_loc_ptr + tl.num_programs(1))
+        empty = (row >= last) & (row < num_tokens)
+        empty = (query == 0) & (group < tl.where(empty, G, 0))
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        out_at = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
+        nothing = tl.zeros([QUERIES * ROWS, DIMS], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at, nothing, mask=empty[:, None] & (d < D)[None, :])
+        return
+
+    start = lowest + split * share
+    stop = tl.minimum(start + share, length)
+    token = (begin + query).to(tl.int64)
+    inside = (query < count) & (group < G)
+    cell = inside[:, None] & (d < D)[None, :]
+    place = (length - count + query)[:, None]
+    table_ptr = tables_ptr + row * stride_table
+    rows = find_rows(table_ptr, start + n, stop, stride_page, K * D, PAGE)
+    # The sinks are counted once, in the first split.
+    valid = inside & (group < tl.where(split == 0, G, 0))
+    top, total, acc = init_acc(sinks_ptr, heads, valid, DIMS, HAS_SINKS)
+    offsets = (token * (K * G * D) + heads * D)[:, None] + d[None, :]
+    keys_ptr += head * D
+    values_ptr += head * D
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    q = tl.load(q_ptr + offsets, mask=cell, other=0.0)
+    for first in range(start, stop, BLOCK):
+        at = first + n
+        k, v = load_pair(keys_ptr, values_ptr, rows, at < stop, D, DIMS)
+        # The next tile's rows are on their way while this one is computed with.
+        rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        visible = (at < stop)[None, :] & (at[None, :] <= place)
+        if WINDOW:
+            visible &= at[None, :] > place - WINDOW
+        logits = tl.where(visible, logits, float("-inf"))
+        top, total, acc = softmax_update(logits, v, top, total, acc, scale)
+    part = (token * K + head) * splits + split
+    # Only heads below G are stored.
+    group = tl.where(inside, group, G)
+    store_result(
+        *(acc, top, total, used == 1, out_ptr, parts_ptr, sums_ptr),
+        *(offsets, part, group, cell, G, D, DIMS),
+    )
+
+
+@triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
+def verify_join_kernel(
+    # Pointers
+    parts_ptr,  # float32 [T, K, splits, G, D]
+    sums_ptr,  # float32 [T, K, splits, G]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    query_start_loc_ptr,  # int32 [B + 1]
+    out_ptr,  # [T, H, D]
+    # Sizes
+    splits,
+    least,
+    # Sizes and switches, as in verify_kernel
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,  # of a kv head's G, that a program takes
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,  # splits, rounded up to a power of two
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = sum over splits of exp2(sum) * part / sum over splits of exp2(sum)"""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    programs = tl.cdiv(G, HEADS)
+    head = tl.program_id(0) // programs
+    row, query = tl.program_id(1), tl.program_id(2)
+    begin, count, length = find_queries(
+        query_start_loc_ptr, offsets_ptr, lengths_ptr, row
+    )
+    _, _, used = divide_keys(length, count, splits, least, WINDOW, BLOCK)
+    group = tl.program_id(0) % programs * HEADS + tl.arange(0, HEADS)
+    split, d = tl.arange(0, SPLITS)[:, None], tl.arange(0, DIMS)
+    token = (begin + query).to(tl.int64)
+    # Even if there is nothing to join: the next kernel waits for this one alone.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if (used == 1) | (query >= count):
+        return
+
+    at = ((token * K + head) * splits + split) * G + group[None, :]
+    there = (split < used) & (group < G)[None, :]
+    sums = tl.load(sums_ptr + at, there, NO_KEY)
+    cells = there[:, :, None] & (d < D)[None, None, :]
+    parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
+    joined = join_parts(sums, parts)
+    out_at = ((token * K + head) * G + group) * D
+    tl.store(
+        out_ptr + out_at[:, None] + d[None, :],
+        joined.to(out_ptr.dtype.element_ty),
+        mask=(group < G)[:, None] & (d < D)[None, :],
+    )
+
+
+class VerifyPlan(NamedTuple):
+    """How a step's rows are launched."""
+
+    splits: int  # of a row and kv head
+    scale: float  # of logits
+    start: Launcher
+    join: Launcher
+    join_programs: int  # of a row and query
+
+
+@cache
+def verify_plan(
+    tiles: DecodeTiles,
+    batch: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    capacity: int,
+    page_size: int,
+    window: int | None,
+    has_sinks: bool,
+) -> VerifyPlan:
+    """For ``batch`` rows of ``queries``, whose tables have room for ``capacity``."""
+    group, dims = heads // kv_heads, padded(dim)
+    longest = capacity if window is None else min(capacity, window + queries - 1)
+    splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
+    sizes: dict[str, Any] = {"K": kv_heads, "G": group, "D": dim, "DIMS": dims}
+    sizes |= {"WINDOW": window or 0, "BLOCK": tiles.block}
+    start = launcher(
+        verify_kernel,
+        PAGE=page_size,
+        QUERIES=power_of_two(queries),
+        ROWS=power_of_two(group),
+        HAS_SINKS=has_sinks,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **sizes,
+    )
+    # As in `decode_plan`.
+    heads_each = 1 if batch * heads <= 512 else power_of_two(group)
+    most = power_of_two(splits)
+    warps = min(32, max(1, most * heads_each * dims // 4096))
+    join = launcher(
+        verify_join_kernel, HEADS=heads_each, SPLITS=most, num_warps=warps, **sizes
+    )
+    programs = kv_heads * -(-group // heads_each)
+    return VerifyPlan(splits, LOG2E.value * dim**-0.5, start, join, programs)
+
+
+def verify_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: KVGroup,
+    sinks: Tensor | None,
+    out: Tensor,
+    scratch: Scratch,
+) -> None:
+    """Put attention of a step that is nothing but decodes into ``out`` [T, H, D].
+
+    As `simplellm.model.ops.attend`; the step has T rows of at most ``group.queries``
+    tokens each, of which those at the end have none. ``scratch`` has room for T rows.
+    """
+    (num_tokens, heads, dim), (_, page_size, kv_heads, _) = q.shape, keys.shape
+    batch, pages_in_row, window = group.decodes, group.tables.shape[1], group.window
+    assert batch == num_tokens == len(group.lengths), "rows for all tokens, no chunks"
+    tiles = decode_tiles(batch, dim, window)
+    splits, scale, start, join, programs = verify_plan(
+        *(tiles, batch, group.queries, heads, kv_heads, dim),
+        *(pages_in_row * page_size, page_size, window, sinks is not None),
+    )
+    arrays = group.offsets, group.lengths, group.query_start_loc
+    parts, sums, least = scratch.parts, scratch.sums, tiles.least
+    start(
+        (kv_heads, batch, splits),
+        *(q, keys, values, group.tables, *arrays, sinks, out, parts, sums),
+        *(scale, least, num_tokens, keys.stride(0), pages_in_row),
+    )
+    if splits > 1:
+        grid = programs, batch, group.queries
+        join(grid, parts, sums, *arrays, out, splits, least)
