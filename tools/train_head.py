@@ -16,7 +16,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -323,10 +323,10 @@ def config_of(args: argparse.Namespace, target: ModelConfig) -> HeadConfig:
     return config
 
 
-def write(student: Student, folder: Path) -> None:
-    """The folder of the head that ``student`` is."""
+def head_files(folder: Path, head: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Write a head as SpecForge does; ``tensors`` are by our names."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = asdict(student.config)
+    config = asdict(head)
     layers = config.pop("layer_ids")
     config = {k: v for k, v in config.items() if v is not None and v is not False}
     config |= {
@@ -335,20 +335,17 @@ def write(student: Student, folder: Path) -> None:
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(layers),
-            "use_aux_hidden_state": True,
-        },
+        "eagle_config": {"use_aux_hidden_state": True},
     }
+    if layers is not None:
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(layers)
     text = json.dumps(dict(sorted(config.items())), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    tensors = {
-        name.replace("/", ".").replace("layer.", "midlayer.", 1)
-        if name.startswith("layer")
-        else name.replace("/", "."): weight.detach().bfloat16().cpu().contiguous()
-        for name, weight in student.weights.items()
+    named = {
+        name.replace("layer.", "midlayer.", 1) if name.startswith("layer") else name: t
+        for name, t in tensors.items()
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def accepted(args: argparse.Namespace) -> dict[str, Any]:
@@ -406,7 +403,11 @@ def main() -> None:
     spent = time.monotonic() - began
     print(f"{len(texts)} texts in {spent:.0f} s; a head of {numbers:,} numbers")
     steps = train(student, lessons, args)
-    write(student, args.head)
+    weights = {
+        name.replace("/", "."): weight.detach().bfloat16().cpu().contiguous()
+        for name, weight in student.weights.items()
+    }
+    head_files(args.head, config, weights)
     record = header() | {"device": name_of(model.device), "simplellm": __version__}
     record |= {"texts": len(texts), "batches": steps, "numbers": numbers}
     record |= {"seconds": round(time.monotonic() - began, 1), "drafts": STEPS}

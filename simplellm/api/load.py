@@ -25,7 +25,11 @@ from simplellm.checkpoint.folder import path_of
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import sent
-from simplellm.engine.build_speculation import find_head, speculative_scheduler
+from simplellm.engine.build_speculation import (
+    find_head,
+    speculative_scheduler,
+    time_captured,
+)
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes, verify_shapes
 from simplellm.engine.page_manager import PageManager
@@ -116,6 +120,7 @@ def load_engine(
             seqs = engine.scheduler.max_num_seqs
             verifying = verify_shapes(seqs, config.max_drafts)
             engine.runner.capture(bucket_sizes(seqs), MIXED_SIZES, verifying)
+            time_captured(engine.scheduler, engine.runner)
     return engine, why, weights_seconds
 
 

@@ -12,6 +12,7 @@ from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.eagle import HeadConfig, read_head, read_head_config
 from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafter
 from simplellm.engine.runner import Runner
+from simplellm.engine.scheduler import Scheduler
 from simplellm.engine.speculation import (
     DRAFTERS,
     SpeculativeScheduler,
@@ -54,6 +55,14 @@ def seconds_per_draft(head: Head) -> float:
         drafter.propose([0] * (TIMED_TOKENS + 1), most)
         times.append((time.perf_counter() - start) / 3)
     return min(times[2:])
+
+
+def time_captured(scheduler: Scheduler, runner: Runner) -> None:
+    """Measure again what steps cost, now that they are captured."""
+    if isinstance(scheduler, SpeculativeScheduler):
+        speculator = scheduler.speculator
+        if speculator.costs is not None:
+            speculator.costs = StepCosts(time_steps(runner))
 
 
 def speculative_scheduler(

@@ -8,6 +8,7 @@ been without drafts, whatever they are (Daliri, Musco, Suresh 2024): noise is a 
 of seed, step and token.
 """
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from simplellm.engine.suffix import SuffixDrafter
 LONGEST_DRAFT = 16  # tokens, where the number is chosen
 DECAY = 0.9  # of earlier drafts' weight, at each new guess
 FADE = 0.99  # the same, at each time that drafting did not seem worthwhile
+MOST_INTERVAL = 1.0  # seconds between steps that follow one another
 PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
 PRIOR_WEIGHT = 2.0  # in drafts
 OWN_WEIGHT = 4.0  # drafts of a request after which its own rate is half of the mix
@@ -88,6 +90,24 @@ class AcceptanceRate:
 
 
 @dataclass
+class Overhead:
+    """Seconds by which steps that follow one another take longer than they cost.
+
+    What the host has to do between them, unless it is ahead of the device.
+    """
+
+    seconds: float = 0.0
+    seen: bool = False
+
+    def learn(self, seconds: float) -> None:
+        """Count one more; what was longer ago counts less."""
+        seconds = max(seconds, 0.0)
+        share = 1 - DECAY if self.seen else 1.0
+        self.seconds += share * (seconds - self.seconds)
+        self.seen = True
+
+
+@dataclass
 class DraftState:
     """Drafts for one request, and how often they were right."""
 
@@ -125,6 +145,8 @@ class Speculator:
         self.seconds, self.hidden_states = seconds, hidden_states
         self.draft_states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
         self.rates: dict[int, AcceptanceRate] = {}  # all requests', by confidence
+        # Of steps without drafts, which may overlap, and of those with some.
+        self.overheads = Overhead(), Overhead()
         self.drafts = 0  # times that a step has checked some
         self.checked: Counter[int] = Counter()  # by their place
         self.accepted: Counter[int] = Counter()  # the right ones
@@ -246,6 +268,19 @@ class Speculator:
             drafts.append(own.drafts[:count] if own else [])
         return drafts
 
+    def _cost(self, tokens: int, drafts: int) -> float:
+        """Seconds of a step of so many ``tokens``, of which some are ``drafts``."""
+        assert self.costs is not None
+        plain, drafting = self.overheads
+        extra = drafting if drafts and drafting.seen else plain
+        return self.costs(tokens) + self.seconds * drafts + extra.seconds
+
+    def learn_interval(self, tokens: int, drafts: int, seconds: float) -> None:
+        """A step of decodes has come so long after another one like it."""
+        if self.costs is not None:
+            known = self.costs(tokens) + self.seconds * drafts
+            self.overheads[drafts > 0].learn(seconds - known)
+
     def _counts(
         self,
         states: Sequence[DraftState | None],
@@ -260,11 +295,10 @@ class Speculator:
                 counts.append(min(number, room))
                 room -= counts[-1]
             return counts
-        costs, seconds = self.costs, self.seconds
         chances = [self._chance(state) if state else 0.0 for state in states]
 
         def cost(tokens: int) -> float:
-            return costs(tokens) + seconds * (tokens - computed)
+            return self._cost(tokens, tokens - computed)
 
         return worthwhile(chances, offered, computed, room, cost)
 
@@ -280,6 +314,11 @@ class SpeculativeScheduler(Scheduler):
     _: KW_ONLY
     speculator: Speculator
     max_drafts: int  # that a step checks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # When the last results came, and of which requests, if they were decodes.
+        self._last: tuple[float, Any] = (0.0, None)
 
     def _ready(self, request: Request, busy: set[int]) -> bool:
         """Whether a running request can have a part in the step."""
@@ -313,10 +352,22 @@ class SpeculativeScheduler(Scheduler):
         super().update_after_launch([without_drafts(chunk) for chunk in scheduled])
         self.speculator.observe(scheduled)
 
+    def _note_interval(self, scheduled: Sequence[ScheduledChunk]) -> None:
+        """The results of a step have come, perhaps after those of one like it."""
+        now, drafts = time.monotonic(), sum(len(c.request.drafts) for c in scheduled)
+        tokens = sum(chunk.length for chunk in scheduled)
+        decodes = all(c.length == 1 + len(c.request.drafts) for c in scheduled)
+        kind = {chunk.request.request_id for chunk in scheduled}, drafts > 0
+        then, before = self._last
+        self._last = now, kind if decodes else None
+        if decodes and before == kind and now - then < MOST_INTERVAL:
+            self.speculator.learn_interval(tokens, drafts, now - then)
+
     def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
         """Book the results of a step: of drafts, the right ones and one token more."""
+        self._note_interval(scheduled)
         sure = [without_drafts(chunk) for chunk in scheduled]
         new = super().update_from_output(sure, tokens)
         sampling = [chunk for chunk in sure if chunk.samples]

@@ -1,6 +1,7 @@
 """What steps cost: measured once, when an engine that checks drafts is loaded."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,21 +19,12 @@ STRIDE = 7919  # between tokens; a prime, so that they differ in any vocabulary
 def time_steps(runner: Runner) -> dict[int, float]:
     """Seconds that steps of 1, 2, 4, ... sequences take, each of one token.
 
-    They write to the cache's first place, so that nothing may be there yet.
+    They write to the cache's first place, so that nothing may be there yet. A step of
+    a size that has a graph is a replay.
     """
     seconds, size, device = {}, 1, runner.device
-    pages = runner.table_width if device.type == "cuda" else 1
     while size <= min(len(runner.sampled_tokens), MOST_TOKENS):
-        numbers = Batch.size(size, size, pages, len(runner.pool.windows))
-        flat = torch.zeros(numbers, dtype=torch.int32, device=device)
-        batch = runner.view(flat, size, size, pages, size)
-        # Different tokens, as in a real step: equal ones would share their experts.
-        batch.tokens[:] = torch.arange(size) * STRIDE % runner.model.config.vocab_size
-        batch.lengths[:] = 1
-        batch.query_start_loc[:] = torch.arange(size + 1)
-        batch.logits_indices[:] = torch.arange(size)
-        run = partial(runner.replayed, batch, CaptureShape(size, size))
-        times = []
+        run, times = step_of(runner, size), list[float]()
         for _ in range(1 + REPEATS):  # the first one may compile
             start = time.perf_counter()
             run()
@@ -42,3 +34,25 @@ def time_steps(runner: Runner) -> dict[int, float]:
         seconds[size] = min(times[1:])
         size *= 2
     return seconds
+
+
+def step_of(runner: Runner, size: int) -> Callable[[], object]:
+    """A step of ``size`` sequences with one token each, ready to run."""
+    device, shape, flat = runner.device, CaptureShape(size, size), runner.inputs
+    graphs = runner.verifying if size > 1 and runner.verifying else runner.captured
+    graph = next((graph for graph in graphs if graph.size >= size), None)
+    pages = runner.table_width if device.type == "cuda" else 1
+    if graph is not None:
+        shape = graph.shape
+    else:
+        numbers = Batch.size(size, size, pages, len(runner.pool.windows))
+        flat = torch.zeros(numbers, dtype=torch.int32, device=device)
+    rows = shape.tokens
+    batch = runner.view(flat, rows, rows, pages, rows, shape.queries)
+    batch.pad()
+    # Different tokens, as in a real step: equal ones would share their experts.
+    batch.tokens[:] = torch.arange(rows) * STRIDE % runner.model.config.vocab_size
+    batch.lengths[:size] = 1
+    batch.query_start_loc[:] = torch.arange(rows + 1).clamp(max=size)
+    batch.logits_indices[:size] = torch.arange(size)
+    return partial(runner.replayed, batch, shape) if graph is None else graph.replay

@@ -1,0 +1,252 @@
+"""Tokens a second with drafts and without, in turns, on random weights.
+
+    python tools/gpu/speculation.py gpt-oss-20b --json figures/d-gpu-20b.json
+    python tools/gpu/speculation.py Llama-3.1-8B --length 3.0 --json OUT
+
+Random weights accept no drafts, so a coin does, such that a step that checks three
+gives --length tokens in the mean: synthetic acceptance, as in InferenceX. What it takes
+to make drafts, to check them and to choose their number is real. The head has the size
+of the public ones.
+
+For each batch there are four ways, whose turns repeat: no speculation; three drafts;
+as many as are chosen; and as many as are chosen where no draft is ever right. Each
+request has a prompt of random tokens of its own. What counts are the tokens between the
+moment when the last request got its first and that when the first one ended.
+
+Without a model it is the embedded one, to try the script itself.
+"""
+
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import torch
+from records import header, parser, save
+from train_head import head_files
+
+from simplellm import EngineConfig, SamplingParams
+from simplellm.api.load import load_engine
+from simplellm.base.config import ModelConfig
+from simplellm.base.request import Request
+from simplellm.checkpoint.checkpoint import open_weights
+from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
+from simplellm.engine.engine import Engine
+from simplellm.engine.speculation import SpeculativeScheduler, Speculator, StepCosts
+from simplellm.model.machine import find_device, find_dtype
+
+DRAFTS = 3
+DRAFT_VOCAB = 32_000  # of public heads
+INNER = {2880: 17_280, 4096: 14_336}  # their MLP's size, by the model's hidden size
+WAYS = "none", "three", "chosen", "wrong"
+
+
+def write_head(folder: Path, model: ModelConfig) -> None:
+    """A random head of the public size for ``model``."""
+    hidden = model.hidden_size
+    config = HeadConfig(
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        intermediate_size=INNER.get(hidden, 4 * hidden),
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        draft_vocab_size=min(DRAFT_VOCAB, model.vocab_size // 2),
+    )
+    draw = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, shape in head_shapes(config).items():
+        if name == "d2t":
+            tensors[name] = torch.zeros(shape, dtype=torch.int64)
+        elif name == "lm_head.weight" or name not in may_lack(config):
+            one = torch.ones(shape) if "norm" in name else torch.empty(shape)
+            if len(shape) > 1:
+                one.normal_(std=shape[1] ** -0.5, generator=draw)
+            tensors[name] = one.bfloat16()
+    head_files(folder, config, tensors)
+
+
+class Coin:
+    """In place of `accepted`: a draft is right by chance, if those before it are."""
+
+    def __init__(self) -> None:
+        self.chance, self.draw = 0.0, random.Random(0)
+
+    def __call__(self, drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+        right = 0
+        while right < len(drafts) and self.draw.random() < self.chance:
+            right += 1
+        return [*drafts[:right], sampled[right]]
+
+
+def chance_of(length: float) -> float:
+    """With which a step with DRAFTS gives ``length`` tokens in the mean."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        mean = sum(middle**place for place in range(DRAFTS + 1))
+        low, high = (middle, high) if mean < length else (low, middle)
+    return low
+
+
+def speed(engine: Engine, prompts: Sequence[list[int]], count: int) -> float:
+    """Tokens a second while all requests run."""
+    params = SamplingParams(temperature=0, max_tokens=count)
+    engine.submit(
+        [
+            Request(list(prompt), count, params, request_id=number)
+            for number, prompt in enumerate(prompts)
+        ]
+    )
+    events, first, ended = [], dict[int, float](), 0
+    while ended < len(prompts):
+        event = engine.events.get()
+        if event is None or event.error is not None:
+            raise RuntimeError(f"the engine failed: {event}")
+        events.append(event)
+        if event.tokens:
+            first.setdefault(event.request_id, event.time)
+        ended += event.finish_reason is not None
+    begin = max(first.values())
+    end = min(event.time for event in events if event.finish_reason)
+    inside = (len(e.tokens) for e in events if begin < e.time <= end)
+    return sum(inside) / (end - begin)
+
+
+class Run:
+    """Two engines of a model, one of which checks drafts."""
+
+    def __init__(self, args: Any, folder: Path) -> None:
+        self.args, self.coin = args, Coin()
+        device = find_device(args.device)
+        dtype = find_dtype(None, device)
+        batches = [int(text) for text in args.batches.split(",")]
+        longest = args.prompt + args.tokens + 64
+        config = EngineConfig(
+            max_num_seqs=max(batches),
+            max_model_len=longest,
+            cache_bytes=args.cache_bytes,
+            enable_prefix_caching=False,
+        ).resolved(device.type)
+        weights = args.model, dtype, device, args.model is not None, None, False
+        began = time.monotonic()
+        source = open_weights(*weights)
+        write_head(folder, source.config)
+        self.plain, _, _ = load_engine(source, config, dtype, device)
+        print(f"without drafts: ready after {time.monotonic() - began:.0f} s")
+        config = replace(config, speculative=args.speculative or str(folder))
+        source = open_weights(*weights)
+        self.drafting, _, _ = load_engine(source, config, dtype, device)
+        print(f"with drafts: ready after {time.monotonic() - began:.0f} s", flush=True)
+        self.vocab_size, self.batches = source.config.vocab_size, batches
+        scheduler = self.drafting.scheduler
+        assert isinstance(scheduler, SpeculativeScheduler)
+        self.speculator: Speculator = scheduler.speculator
+        self.most, self.costs = self.speculator.most, self.speculator.costs
+        for engine in (self.plain, self.drafting):
+            engine.start()
+
+    def way(self, name: str, prompts: Sequence[list[int]]) -> dict[str, float]:
+        """One of WAYS: its tokens a second, and what became of its drafts."""
+        speculator, fixed = self.speculator, name == "three"
+        speculator.costs = None if fixed else self.costs
+        speculator.most = DRAFTS if fixed else self.most
+        self.coin.chance = 0.0 if name == "wrong" else chance_of(self.args.length)
+        engine = self.plain if name == "none" else self.drafting
+        before = speculator.drafts, sum(speculator.accepted.values())
+        checked = sum(speculator.checked.values())
+        found = speed(engine, prompts, self.args.tokens)
+        steps = speculator.drafts - before[0]
+        right = sum(speculator.accepted.values()) - before[1]
+        drafts = sum(speculator.checked.values()) - checked
+        row = {"tokens_per_second": found, "checks": steps, "drafts": drafts}
+        return row | {"length": 1 + right / steps if steps else 1.0}
+
+    def batch(self, count: int) -> dict[str, Any]:
+        """A row of the record: medians of the turns, and times no speculation."""
+        draw = random.Random(count)
+        turns: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+        with mock.patch("simplellm.engine.speculation.accepted", self.coin):
+            for turn in range(self.args.turns + 1):
+                # The first one warms up, and what is known of other batches is gone.
+                for name in WAYS:
+                    every = range(self.vocab_size)
+                    prompts = [
+                        draw.choices(every, k=self.args.prompt) for _ in range(count)
+                    ]
+                    found = self.way(name, prompts)
+                    if turn:
+                        turns[name].append(found)
+        row: dict[str, Any] = {"batch": count}
+        base = statistics.median(t["tokens_per_second"] for t in turns["none"])
+        for name, some in turns.items():
+            rates = [t["tokens_per_second"] for t in some]
+            median = statistics.median(rates)
+            row[name] = {"tokens_per_second": median, "turns": rates}
+            if name != "none":
+                row[name] |= {
+                    "times": median / base,
+                    "drafts": statistics.mean(t["drafts"] for t in some),
+                    "length": statistics.mean(t["length"] for t in some),
+                }
+        return row
+
+
+def main() -> None:
+    asked = parser(__doc__)
+    asked.add_argument("model", nargs="?")
+    asked.add_argument("--batches", default="1,8,64")
+    asked.add_argument("--length", type=float, default=2.72, help="tokens of a step")
+    asked.add_argument("--prompt", type=int, default=500, help="its tokens")
+    asked.add_argument("--tokens", type=int, default=256, help="of an answer")
+    asked.add_argument("--turns", type=int, default=2)
+    asked.add_argument("--cache-bytes", type=int, default=2**32)
+    asked.add_argument("--speculative", help="default: a random head of public size")
+    asked.add_argument("--device")
+    args = asked.parse_args()
+    record: dict[str, Any] = {
+        "label": "random weights, synthetic acceptance",
+        **header(),
+        "model": args.model or "embedded",
+        "length": args.length,
+        "prompt": args.prompt,
+        "answer": args.tokens,
+        "rows": [],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(args, Path(folder))
+    costs = run.costs if isinstance(run.costs, StepCosts) else None
+    if costs is not None:
+        record["step_ms"] = {
+            size: 1e3 * seconds
+            for size, seconds in zip(costs.sizes, costs.seconds, strict=True)
+        }
+        record["draft_ms"] = 1e3 * run.speculator.seconds
+        print({n: round(t, 2) for n, t in record["step_ms"].items()})
+        print(f"a draft takes {record['draft_ms']:.3f} ms")
+    titles = "batch", "none, tok/s", "three", "length", "chosen", "length", "wrong"
+    print(("{:>12}" * len(titles)).format(*titles))
+    for count in run.batches:
+        row = run.batch(count)
+        record["rows"].append(row)
+        cells = [f"{count}", f"{row['none']['tokens_per_second']:.0f}"]
+        for name in WAYS[1:3]:
+            cells += [f"{row[name]['times']:.2f}x", f"{row[name]['length']:.2f}"]
+        cells.append(f"{row['wrong']['times']:.3f}x")
+        print(("{:>12}" * len(cells)).format(*cells), flush=True)
+        save(record, args.json)
+    for engine in (run.plain, run.drafting):
+        engine.shutdown(cancel=True)
+
+
+if __name__ == "__main__":
+    main()
