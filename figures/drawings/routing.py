@@ -14,7 +14,6 @@ from drawings.svg import (
     PURPLE,
     SMALL,
     VERMILION,
-    Box,
     Drawing,
     mix,
 )
@@ -47,14 +46,6 @@ def dispatch() -> Drawing:
         d.text(MARGIN, y, string, bold=True)
         for i, note in enumerate(notes):
             d.text(MARGIN, y + 16 + 15 * i, note, size=SMALL, color=MUTED)
-
-    def token_row(y: float, *lines: list[str]) -> list[Box]:
-        return [
-            d.box(x, y, 2 * wide + gap, 42, *texts, color=color)
-            for x, color, texts in zip(
-                groups, TOKENS, zip(*lines, strict=True), strict=True
-            )
-        ]
 
     # Tokens and their choices.
     label(38, "tokens")

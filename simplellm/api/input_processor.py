@@ -66,9 +66,9 @@ LIKE_CONTROL = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")  # in a prompt
 class InputProcessor:
     """Turns prompts and chats into checked `RequestSpec`s, for one model and engine.
 
-    Each prompt of a call becomes one. All of it raises TypeError or
-    ValueError for what cannot run. A call of several prompts is taken whole or not at
-    all; the error names the first one to blame.
+    Each prompt of a call becomes one. All of it raises TypeError or ValueError for what
+    cannot run. A call of several prompts is taken whole or not at all; the error names
+    the first one to blame.
     """
 
     config: ModelConfig

@@ -79,7 +79,7 @@ class HeadConfig:
     rope_theta: float = declared(10_000.0, above=1, high=1e18)
     rope_scaling: RopeScaling | None = None
     attention_bias: bool = False
-    # Which layers' outputs it reads, counted from 0; None: as `default_layers`.
+    # Which layers' outputs it reads, counted from 0; None: as `layers` says.
     layer_ids: tuple[int, ...] | None = None
     norm_before_residual: bool = False  # the layer adds to the normed state
     norm_before_fc: bool = False  # the states together are normed first

@@ -35,9 +35,9 @@ class NumberFormat:
 
     ``dtype`` is what PyTorch calls that of the numbers, "uint8" for MXFP4 and "int4"
     for `simplellm.checkpoint.int4.Int4`. For the others, ``tile`` and ``inputs`` are
-    those of `simplellm.checkpoint.scaled.Scaled`;
-    with ``one_scale`` a single one is stored, which all rows get. An `Int4` is the sum
-    of ``addends`` of 4 bits; with ``keep_dequantized``, it is there in float32, too.
+    those of `simplellm.checkpoint.scaled.Scaled`; with ``one_scale`` a single one is
+    stored, which all rows get. An `Int4` is the sum of ``addends`` of 4 bits; with
+    ``keep_dequantized``, it is there in float32, too.
     """
 
     name: str

@@ -51,7 +51,7 @@ class Experts:
     top_k: int  # experts a token
     limit: float  # of the SwiGLU's inputs
     alpha: float  # slope of the SwiGLU's sigmoid
-    activation: str = "clamped_swiglu"  # or a key of `model.variants.ACTIVATIONS`
+    activation: str = "clamped_swiglu"  # or a key of ACTIVATIONS, see below
     normalized: bool = True  # the weights of a token's experts add up to 1
 
     def forward(self, ops: Any, x: Tensor, num_tokens: Tensor) -> Tensor:

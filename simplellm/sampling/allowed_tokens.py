@@ -1,7 +1,7 @@
 """Which tokens a request may get: allowed_token_ids, bad words, min_tokens, grammar.
 
-Bit v % 32 of word v // 32 allows token v. V vocabulary,
-W = ceil(V / 32) words. All that they depend on is known without the device.
+Bit v % 32 of word v // 32 allows token v. V vocabulary, W = ceil(V / 32) words. All
+that they depend on is known without the device.
 """
 
 from collections import defaultdict

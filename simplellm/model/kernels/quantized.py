@@ -6,10 +6,10 @@ As in `linear`, one kernel is for very few tokens and holds rows of the weight i
 registers, the other is for any number and multiplies on the tensor cores. Both compute
 what the format says, `Scaled.product`. Inputs that are to be rounded are so where they
 were made, a `Rounded`; else the first kernel does so by itself, and `round_kernel` in
-front of the other one, once for all rows of the weight.
-Sums are float32, and int32 of integers. On the tensor cores the sums of e4m3 keep fewer
-bits than float32 has, so what each step of up to 128 columns adds is taken out of them.
-More tokens than `BEFORE_CUBLAS` go to cuBLAS, where it has the format.
+front of the other one, once for all rows of the weight. Sums are float32, and int32 of
+integers. On the tensor cores the sums of e4m3 keep fewer bits than float32 has, so what
+each step of up to 128 columns adds is taken out of them. More tokens than
+`BEFORE_CUBLAS` go to cuBLAS, where it has the format.
 """
 
 from functools import lru_cache

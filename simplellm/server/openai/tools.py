@@ -80,7 +80,7 @@ class ClientTools:
     """The tools of one request. Raises as `add` and `as_tools`.
 
     ``functions`` are those that the model is offered, as `as_tools` takes them, and
-    ``known`` has the client's words for each by its name.
+    ``by_name`` has the client's words for each by its name.
     """
 
     def __init__(self, tools: Sequence[Any] = ()) -> None:

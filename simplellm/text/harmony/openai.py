@@ -19,10 +19,10 @@ def from_openai(
 
     "system" and "developer" become developer messages; ``tools``, as Tool or as
     `{"type": "function", "function": {...}}`, are described in the first one, which
-    ``lead`` writes. An
-    assistant's "reasoning" (or "reasoning_content") becomes an analysis message, its
-    "tool_calls" become calls and its "content" the final answer, or commentary beside
-    calls. Raises ValueError or TypeError for what is not such a message.
+    ``lead`` writes. An assistant's "reasoning" (or "reasoning_content") becomes an
+    analysis message, its "tool_calls" become calls and its "content" the final answer,
+    or commentary beside calls. Raises ValueError or TypeError for what is not such a
+    message.
     """
     result: list[Message] = []
     functions = as_tools(tools)
