@@ -135,6 +135,7 @@ def verify_kernel(
         k, v = load_pair(keys_ptr, values_ptr, rows, at < stop, D, DIMS)
         # The next tile's rows are on their way while this one is computed with.
         rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # if they are stored in FP8
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         visible = (at < stop)[None, :] & (at[None, :] <= place)
         if WINDOW:
