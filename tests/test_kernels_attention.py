@@ -510,3 +510,12 @@ def test_a_needle_of_fp8_is_found(kernel_device):
     case.keys[tables[place // size].long(), place % size] = k[place]
     found = in_fp8(case).attend()[0, 0]
     torch.testing.assert_close(found, v[place, 0], rtol=0.07, atol=0.05)
+
+
+def test_a_few_queries_read_fp8(kernel_device):
+    counts = [4, 1, 3, 2]
+    case, _ = verify_case(kernel_device, [700, 65, 66, 16], counts)
+    case = in_fp8(case)
+    got, some = case.attend(), sum(counts)
+    assert_near(got[:some], case.expected())
+    assert not got[some:].any()
