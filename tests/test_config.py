@@ -185,7 +185,7 @@ def test_window_alternates() -> None:
             "expected one of 'default', 'linear', 'llama3', 'yarn', 'longrope', 'dyn",
         ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'"),
         (
             {"quantization_config": 4},
             "quantization_config is 4; expected an object",

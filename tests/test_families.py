@@ -421,13 +421,13 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
     "family": ("Llama", given(model_type="mamba"), "model_type is 'mamba'; expected"),
     "vision family": ("Llama", given(model_type="llava"), "model_type is 'llava'"),
     "code": ("Llama", given(auto_map={"AutoModel": "x.Y"}), "auto_map is {'AutoModel'"),
-    "AWQ": (
-        "Llama", given(quantization_config={"quant_method": "awq"}),
-        "quantization_config.quant_method is 'awq'",
+    "HQQ": (
+        "Llama", given(quantization_config={"quant_method": "hqq"}),
+        "quantization_config.quant_method is 'hqq'",
     ),
-    "GPTQ": (
+    "GPTQ without bits": (
         "Qwen3", given(quantization_config={"quant_method": "gptq"}),
-        "quantization_config.quant_method is 'gptq'",
+        "quantization_config.bits is None",
     ),
     "no format": (
         "Llama", given(quantization_config=3), "quantization_config is 3; expected an",

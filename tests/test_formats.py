@@ -215,7 +215,7 @@ def changed(config, path, value):
 
 GROUP = "config_groups.group_0"
 REFUSED = [
-    *(({"quant_method": m}, m) for m in ("awq", "gptq", "bitsandbytes", "modelopt")),
+    *(({"quant_method": m}, m) for m in ("hqq", "bitsandbytes", "modelopt")),
     ({}, "quant_method is None"),
     ({**FP8, "activation_scheme": "fixed"}, "activation_scheme is 'fixed'"),
     ({**FP8, "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
@@ -229,7 +229,8 @@ REFUSED = [
     (compressed(config_groups={"FP8": ["Linear"]}), "config_groups.FP8 is"),
     (compressed(format="marlin-24"), r"group_0.format is 'marlin-24'"),
     (compressed(format=None), "group_0.format is None"),
-    (changed(W8A8, f"{GROUP}.weights.num_bits", 4), "weights.num_bits is 4"),
+    (changed(W8A8, f"{GROUP}.weights.num_bits", 3), "weights.num_bits is 3"),
+    (changed(W8A8, f"{GROUP}.weights.num_bits", 4), "input_activations is {"),
     (changed(W8A8, f"{GROUP}.weights.symmetric", False), "weights.symmetric is False"),
     (
         changed(W8A8, f"{GROUP}.weights.strategy", "group"),
@@ -266,8 +267,8 @@ REFUSED = [
 
 
 def test_a_format_that_is_not_read_says_the_way():
-    with pytest.raises(ValueError, match=r"'mxfp4'. `simplellm quantize` writes these"):
-        read_quantization({"quant_method": "awq", "bits": 4})
+    with pytest.raises(ValueError, match=r"'gptq'. `simplellm quantize` writes the"):
+        read_quantization({"quant_method": "hqq", "bits": 4})
 
 
 def test_a_scheme_for_keys_and_values_is_said_to_be_ignored(caplog):

@@ -25,9 +25,13 @@ from simplellm.checkpoint.folder import check_downloaded, is_gguf, open_config
 from simplellm.checkpoint.formats import (
     FLOATS,
     MXFP4_EXPERTS,
+    GroupedInt4,
+    NumberFormat,
     is_static_scale,
+    loaded,
     same_scales,
 )
+from simplellm.checkpoint.grouped import unpacked
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
 from simplellm.checkpoint.names import (
     Shape,
@@ -39,7 +43,12 @@ from simplellm.checkpoint.names import (
 )
 from simplellm.checkpoint.source import Source, TensorInfo
 from simplellm.checkpoint.stored import decoded, encoded
-from simplellm.checkpoint.tensors import DTYPES, assembled, read_header, tensor_view
+from simplellm.checkpoint.tensors import (
+    DTYPES,
+    assembled,
+    read_header,
+    tensor_view,
+)
 
 # Linux lets no process map more than it has memory for if the pages may be written to,
 # unless the mapping says that nothing is to be set aside. Python 3.13 has the name.
@@ -98,8 +107,7 @@ class Checkpoint:
         Backed by the file, except for what is stored in parts, like q, k and v, which
         are joined into a copy. Writing to a tensor does not change the file.
         """
-        parts = [tensor_view(self._shards[i.file], i) for i in self.stored(ours)]
-        form = self.config.formats.get(ours)
+        parts, form = self._views(ours), self.config.formats.get(ours)
         return assembled(parts, self._table[ours], self._shapes[ours], form)
 
     def parts(self, ours: str) -> list[StoredWeight]:
@@ -107,7 +115,7 @@ class Checkpoint:
 
         They are in the order of `stored_names`.
         """
-        views = [tensor_view(self._shards[i.file], i) for i in self.stored(ours)]
+        views = self._views(ours)
         if (form := self.config.formats.get(ours)) is None:
             return [view.mT if self._table[ours].turned else view for view in views]
         count = len(form.suffixes)
@@ -119,8 +127,22 @@ class Checkpoint:
         return list(self._stored)
 
     def stored(self, ours: str) -> list[TensorInfo]:
-        """What is on disk for the tensor that we call ``ours``."""
-        return [self._infos[name] for name in self._stored[ours]]
+        """What is on disk for the tensor that we call ``ours``.
+
+        The dtype of a weight whose format is not kept is called as that is.
+        """
+        infos = [self._infos[name] for name in self._stored[ours]]
+        form = self._formats.get(ours)
+        if form is None or form.is_kept:
+            return infos
+        return [replace(info, dtype=form.name) for info in infos]
+
+    def _views(self, ours: str) -> list[Tensor]:
+        """Views of the files, or the numbers of weights that are unpacked."""
+        infos = [self._infos[name] for name in self._stored[ours]]
+        views = [tensor_view(self._shards[info.file], info) for info in infos]
+        form = self._formats.get(ours)
+        return unpacked(form, views) if isinstance(form, GroupedInt4) else views
 
     @property
     def mapped(self) -> bool:
@@ -131,7 +153,8 @@ class Checkpoint:
 
     def _expect(self, config: ModelConfig) -> None:
         """Note what a checkpoint of this config holds. Raises ValueError."""
-        self.config, self._table = config, tensor_names(config)
+        self._formats: Mapping[str, NumberFormat] = config.formats
+        self.config, self._table = loaded(config), tensor_names(config)
         self._shapes, self._stored = tensor_shapes(config), stored_shapes(config)
         self._expected = {name for part in self._stored.values() for name in part}
 
@@ -151,7 +174,8 @@ class Checkpoint:
         if first.dtype == second.dtype and torch.equal(first, second):
             del self._infos["lm_head.weight"]
         else:
-            self._expect(replace(self.config, tie_word_embeddings=False))
+            untied = replace(self.config, tie_word_embeddings=False)
+            self._expect(replace(untied, formats=self._formats))
 
     def _spelled(self, stored: str) -> str | None:
         """The name that we expect for a tensor ``stored`` under another; None: none."""
@@ -195,7 +219,7 @@ class Checkpoint:
     def _check_headers(self) -> None:
         """Raise ValueError for a tensor stored in another way than it should be."""
         for ours, parts in self._stored.items():
-            form = self.config.formats.get(ours)
+            form = self._formats.get(ours)
             for number, (name, shape) in enumerate(parts.items()):
                 info = self._infos[name]
                 actual, expected = short(list(info.shape)), list(shape)
@@ -358,7 +382,8 @@ class RandomCheckpoint:
         device: str | torch.device = "cpu",
         seed: int = 0,
     ) -> None:
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.config, self.dtype = loaded(config), dtype
+        self.device = torch.device(device)
         self.seed, self._shapes = seed, tensor_shapes(config)
 
     def names(self) -> list[str]:

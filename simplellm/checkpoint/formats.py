@@ -1,8 +1,9 @@
 """How a checkpoint stores its weights, as config.json's quantization_config says.
 
-Three dialects: "fp8" of DeepSeek and Qwen, "compressed-tensors" of llm-compressor and
-vLLM, "mxfp4" of gpt-oss. What is quantized otherwise is refused by name. All of this is
-read without PyTorch; `checkpoint/stored.py` makes weights of what is said here.
+Five dialects: "fp8" of DeepSeek and Qwen, "compressed-tensors" of llm-compressor and
+vLLM, "mxfp4" of gpt-oss, "awq" and "gptq". What is quantized otherwise is refused by
+name. All of this is read without PyTorch; `checkpoint/stored.py` makes weights of what
+is said here.
 """
 
 import logging
@@ -27,6 +28,9 @@ FIELD = "quantization_config"
 FLOATS = "BF16", "F16", "F32"  # ordinary numbers, as safetensors spells them
 SQUARE_TILE, ROW_TILE = (128, 128), (1, 0)  # tiles; 0 columns are all of them
 PACKED = "_packed", "_scale", "_shape"
+AWQ = "qweight", "scales", "qzeros"
+GPTQ = (*AWQ, "g_idx")
+WORD = 8  # numbers of 4 bits
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,15 @@ class NumberFormat:
     @property
     def is_mxfp4(self) -> bool:
         return self.dtype == "uint8"
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a weight stays so once it is loaded, and is no ordinary numbers."""
+        return True
+
+    def stored_name(self, weight: str, suffix: str) -> str:
+        """What the tensor with this suffix is called, of a ``weight`` so called."""
+        return weight + suffix
 
     def stored_shapes(self, shape: Shape) -> dict[str, Shape]:
         """Shapes of the tensors that hold a weight of this ``shape``, by suffix."""
@@ -87,6 +100,43 @@ class NumberFormat:
         if self.dtype == "int4":  # with an offset beside each scale, in two bytes
             return self.addends * (first // 2 + 4 * scales)
         return first + scales if self.is_mxfp4 else math.prod(shape) + 4 * scales
+
+
+@dataclass(frozen=True)
+class GroupedInt4(NumberFormat):
+    """Of 4 bits, eight in a word: a weight [out, in] that becomes ordinary numbers.
+
+    ``group_size`` inputs of a row share a scale, 0: all of them. The suffixes, `AWQ`,
+    `GPTQ` or `PACKED`, say how the tensors lie; AWQ and GPTQ have zero points, packed
+    as well, to which ``zero`` is added.
+    """
+
+    group_size: int = 0
+    zero: int = 0
+
+    @property
+    def is_kept(self) -> bool:
+        return False
+
+    def stored_name(self, weight: str, suffix: str) -> str:
+        """AWQ and GPTQ have a suffix in the place of "weight"."""
+        return (weight if suffix in PACKED else weight.removesuffix("weight")) + suffix
+
+    def stored_shapes(self, shape: Shape) -> dict[str, Shape]:
+        """Shapes of the tensors that hold a weight of this ``shape``, by suffix."""
+        height, width = shape
+        groups = -(-width // (self.group_size or width))
+        words = -(-height // WORD), -(-width // WORD)
+        parts: tuple[Shape, ...] = (height, words[1]), (height, groups), (2,)
+        if self.suffixes != PACKED:
+            first = (width, words[0]) if self.suffixes == AWQ else (words[1], height)
+            parts = first, (groups, height), (groups, words[0]), (width,)
+        return dict(zip(self.suffixes, parts, strict=False))
+
+    @property
+    def kinds(self) -> tuple[tuple[str, ...], ...]:
+        words = ("I32", "I64") if self.suffixes == PACKED else ("I32",)
+        return (("I32",), FLOATS, words, ("I32",))[: len(self.suffixes)]
 
 
 FLOAT8 = "float8_e4m3fn"
@@ -144,7 +194,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
     allow(FIELD, config)
     method, known = config.get("quant_method"), ", ".join(map(repr, DIALECTS))
     expected = (
-        f"one of {known}. `simplellm quantize` writes these from weights of 16 bits"
+        f"one of {known}. `simplellm quantize` writes the first three from weights of "
+        "16 bits"
     )
     expect(method in DIALECTS, f"{FIELD}.quant_method", method, expected)
     if config.get("kv_cache_scheme") is not None:
@@ -196,6 +247,12 @@ def is_matrix(name: Name) -> bool:
     """Whether an operation multiplies with this tensor in any format."""
     other = name.turned or ".router." in name.ours or name.ours.endswith("bias")
     return " " in name.shape and not other
+
+
+def loaded(config: ModelConfig) -> ModelConfig:
+    """``config`` with those formats alone that weights have once they are loaded."""
+    formats = {ours: form for ours, form in config.formats.items() if form.is_kept}
+    return replace(config, formats=formats)
 
 
 def format_names(config: ModelConfig) -> str:
@@ -278,6 +335,57 @@ def read_mxfp4(config: Mapping[str, Any]) -> Quantization:
     return Quantization(((MXFP4_EXPERTS, experts),), skipped(config, ()))
 
 
+def in_layers(name: str) -> bool:
+    """Whether ``name`` is that of a linear layer's weight, and not of the head's."""
+    return is_linear(name) and ".layers." in name
+
+
+def group_size(where: str, size: object) -> int:
+    """Inputs that share a scale, 0 for all, which a file may call -1."""
+    ok = isinstance(size, int) and (size == -1 or size > 0)
+    expect(ok, f"{where}.group_size", size, "a number of inputs, or -1 for all")
+    return max(0, int(str(size)))
+
+
+def read_awq(config: Mapping[str, Any]) -> Quantization:
+    """The dialect "awq", as AutoAWQ writes it."""
+    allow(
+        FIELD,
+        config,
+        bits=(4,),
+        zero_point=(True,),
+        version=("gemm", "GEMM", None),
+        format=("gemm", None),
+    )
+    size = group_size(FIELD, config.get("group_size", 128))
+    form = GroupedInt4("AWQ", AWQ, "int32", inputs=False, group_size=size)
+    return Quantization(((form, in_layers),), skipped(config, ["lm_head"]))
+
+
+def read_gptq(config: Mapping[str, Any]) -> Quantization:
+    """The dialect "gptq", as AutoGPTQ and GPTQModel write it.
+
+    Zero points are one less in the file than they are, but in version 2.
+    """
+    allow(
+        FIELD,
+        config,
+        bits=(4,),
+        checkpoint_format=("gptq", "gptq_v2", None),
+        format=("gptq", "gptq_v2", None),
+        pack_dtype=("int32", None),
+        is_marlin_format=(False, None),
+        lm_head=(False, None),
+        dynamic=({}, False),  # what modules have of their own
+        modules_in_block_to_quantize=(None,),
+    )
+    size = group_size(FIELD, config.get("group_size", 128))
+    version = config.get("checkpoint_format") or config.get("format")
+    zero = int(version != "gptq_v2")
+    form = GroupedInt4("GPTQ", GPTQ, "int32", inputs=False, group_size=size, zero=zero)
+    return Quantization(((form, in_layers),), skipped(config, ["lm_head"]))
+
+
 def read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     """The dialect "compressed-tensors": a scheme for each group of modules."""
     allow(
@@ -319,6 +427,8 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     )
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     mine = [key for key in SCHEMES if key[0] == kind]
+    if (kind, bits) == ("int", 4):
+        return read_int4(where, scheme, scheme.get("format") or default)
     four = bits == 4
     allow(
         f"{where}.weights",
@@ -351,8 +461,26 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     return replace(form, suffixes=PACKED) if packing == "pack-quantized" else form
 
 
+def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> GroupedInt4:
+    """The format of a scheme of 4 bits, whose products leave their inputs alone."""
+    weights = scheme["weights"]
+    allow(where, scheme, input_activations=(None,))
+    allow(
+        f"{where}.weights",
+        weights,
+        strategy=("group", "channel"),
+        actorder=(None, "static", "weight"),
+    )
+    one_of(f"{where}.format", packing, ("pack-quantized",))
+    size = weights.get("group_size") if weights["strategy"] == "group" else -1
+    size = group_size(f"{where}.weights", size)
+    return GroupedInt4("INT4", PACKED, "int32", inputs=False, group_size=size)
+
+
 DIALECTS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
     "mxfp4": read_mxfp4,
+    "awq": read_awq,
+    "gptq": read_gptq,
 }

@@ -190,7 +190,7 @@ def stored_shapes(config: ModelConfig) -> dict[str, dict[str, Shape]]:
         stored[ours] = dict(zip(names, parts, strict=True))
         if form is not None:
             stored[ours] = {
-                part + suffix: shape
+                form.stored_name(part, suffix): shape
                 for part, whole in stored[ours].items()
                 for suffix, shape in form.stored_shapes(whole).items()
             }
