@@ -30,7 +30,7 @@ from simplellm.base.config import CheckpointError, ConfigError
 from simplellm.checkpoint.gguf.container import TYPES, open_container
 from simplellm.checkpoint.gguf.metadata import read_gguf_config
 from simplellm.checkpoint.gguf.source import GGUFCheckpoint
-from simplellm.checkpoint.gguf.tensors import mxfp4_of, numbers_of, scaled_of
+from simplellm.checkpoint.gguf.tensors import dequantize_rows, mxfp4_of, scaled_of
 from simplellm.checkpoint.gguf.tokens import (
     generation_data,
     settings_data,
@@ -239,13 +239,13 @@ def test_numbers_are_those_of_ggml(kind: str, tmp_path: Path) -> None:
     rows = random_blocks(kind, 6, 512)
     found, tensor = in_file(kind, rows, tmp_path / "a.gguf")
     assert tensor.shape == (6, 512)
-    numbers = numbers_of(found, tensor, torch.float32)
+    numbers = dequantize_rows(found, tensor, torch.float32)
     number = GGMLQuantizationType[kind]
     assert torch.equal(numbers, torch.from_numpy(gguf.dequantize(rows, number)))
     if number.value in dequant.GGML_BLOCK:  # transformers' own way
         theirs = dequant.dequantize(torch.from_numpy(rows), number.value)
         torch.testing.assert_close(numbers.flatten(), theirs.flatten())
-    half = numbers_of(found, tensor, torch.bfloat16)
+    half = dequantize_rows(found, tensor, torch.bfloat16)
     assert torch.equal(half, numbers.bfloat16())
 
 
@@ -269,7 +269,7 @@ def test_ordinary_numbers_are_views_of_the_file(kind: str, tmp_path: Path) -> No
     from simplellm.checkpoint.gguf.tensors import as_array
 
     found = as_array(container.data[path], container.tensors["a"])
-    tensor = numbers_of(found, container.tensors["a"], torch.float32)
+    tensor = dequantize_rows(found, container.tensors["a"], torch.float32)
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
     assert torch.equal(tensor, torch.from_numpy(numbers).to(dtype))
     assert tensor.data_ptr() == found.ctypes.data

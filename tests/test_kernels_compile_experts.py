@@ -81,7 +81,7 @@ def expert_cases():
     for up, back in dict.fromkeys((up, back) for *_, up, back in experts.TILINGS):
         for tiling, rows in ((up, 5760), (back, 2880)):
             interleaved = rows == 5760
-            half = fragments.Half(rows, 2880, interleaved, 7.0, 1.702, 4, True)
+            half = fragments.ExpertSizes(rows, 2880, interleaved, 7.0, 1.702, 4, True)
             start = experts.experts_launcher(tiling, half)
             scores, without = ("", "scores_ptr") if interleaved else ("*fp32", "")
             types = f"*bf16 *i32 *i32 *bf16 {scores} *i32 *i32 *i32 *bf16"
@@ -90,7 +90,7 @@ def expert_cases():
 
 def one_case(interleaved):
     rows = 5760 if interleaved else 2880
-    half = fragments.Half(rows, 2880, interleaved, 7.0, 1.702, 4, True)
+    half = fragments.ExpertSizes(rows, 2880, interleaved, 7.0, 1.702, 4, True)
     start = experts_one.one_launcher(experts_one.one_tiling(1), half)
     if interleaved:
         return case_of(start, "*bf16 *i32 *i32 *i32 *bf16 *i32 *bf16", "scores_ptr")

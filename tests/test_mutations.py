@@ -169,10 +169,10 @@ NUMPY_MUTATIONS = {
         "(values, x[:, -2 * kv_heads : -kv_heads])",
     ),
     "turned backwards": Mutation(
-        ops_numpy.turn_few, "turned -= second", "turned += second"
+        ops_numpy.rotate_few, "turned -= second", "turned += second"
     ),
     "halves not swapped": Mutation(
-        ops_numpy.turn_few, "second += first * sin", "second += second * sin"
+        ops_numpy.rotate_few, "second += first * sin", "second += second * sin"
     ),
     "queries not scaled": Mutation(
         ops_numpy.attend, "np.float32(dim**-0.5)", "np.float32(1)"

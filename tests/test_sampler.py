@@ -25,7 +25,7 @@ from simplellm.base.sampling_params import (
     MAX_STOPS,
     SamplingParams,
 )
-from simplellm.engine.sampler import Sampled, SamplingTensors, sample
+from simplellm.engine.sampler import SamplerOutput, SamplingTensors, sample
 from simplellm.model import ops
 from simplellm.sampling.filters import filter_tokens
 from simplellm.sampling.masks import Mask, apply_mask
@@ -66,7 +66,7 @@ def draw(
     prompts: Sequence[list[int]] | None = None,
     outputs: Sequence[list[int]] | None = None,
     mask: torch.Tensor | None = None,
-) -> Sampled:
+) -> SamplerOutput:
     """`sample` as a step does it, with counts only if some row needs them."""
     rows, vocab = logits.shape
     device = logits.device

@@ -49,7 +49,7 @@ from simplellm.server.http.errors import APIError
 from simplellm.server.openai import responses
 from simplellm.server.openai.responses_items import PREFIXES
 from simplellm.server.openai.responses_output import Output
-from simplellm.server.openai.responses_store import Kept, ResponseStore
+from simplellm.server.openai.responses_store import FinishedResponse, ResponseStore
 from simplellm.text.harmony import Delta, parse
 
 PATH = "/v1/responses"
@@ -982,7 +982,7 @@ def test_random_tokens_never_fail_responses_at_length(babbler: LLM, part: int) -
 def keep(store: ResponseStore, id: str, text: str) -> None:
     """A response is written, and over."""
     item = {"id": f"msg_{id}_0", "text": text}
-    found = Kept({"output": [item]}, [])
+    found = FinishedResponse({"output": [item]}, [])
     store.begin(id, found)
     store.end(id, found)
 
@@ -994,7 +994,7 @@ def test_the_oldest_make_room() -> None:
     assert len(store) == 3
     assert [bool(store.find(str(number))) for number in range(5)] == [0, 0, 1, 1, 1]
     store.forget("3")
-    store.end("3", Kept({"output": []}, []))  # too late
+    store.end("3", FinishedResponse({"output": []}, []))  # too late
     assert store.find("3") is None and len(store) == 2
 
 
@@ -1028,7 +1028,7 @@ def test_items_are_found_by_ids_of_ours() -> None:
     """A client may call an item as it likes: that name is its own affair."""
     store = ResponseStore()
     items = [{"id": "msg_1", "text": "secret"}, {"id": "msg_a_in0", "text": "x"}]
-    found = Kept({"output": []}, items)
+    found = FinishedResponse({"output": []}, items)
     store.begin("resp_a", found)
     store.end("resp_a", found)
     assert store.find_item("msg_1") is None

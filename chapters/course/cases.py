@@ -24,7 +24,7 @@ from course import PACKAGE, unwrapped
 from course.mutation import Mutation, copy_of
 from course.widgets import Widget, live, widget
 from course.widgets.live import LiveEngine
-from simplellm.api.input_processor import Loaded
+from simplellm.api.input_processor import LoadedModel
 from simplellm.api.llm import LLM
 from simplellm.api.load import build_engine, load
 from simplellm.base.config import EngineConfig
@@ -51,7 +51,7 @@ def mutation(number: int) -> Mutation:
 
 
 @functools.cache
-def weights(operations: str) -> Loaded:
+def weights(operations: str) -> LoadedModel:
     """The embedded model, read once for all engines."""
     return load(device="cpu", options={"operations": operations} | PAGES)
 

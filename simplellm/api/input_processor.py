@@ -316,7 +316,7 @@ class InputProcessor:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """All that an LLM is made of."""
 
     engine: EngineClient

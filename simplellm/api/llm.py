@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 from simplellm.api.checks import Messages, Prompt, is_several
 from simplellm.api.delivery import Delivery, Samples
 from simplellm.api.futures import RequestFuture, future_of
-from simplellm.api.input_processor import MAX_SAMPLES, Loaded
+from simplellm.api.input_processor import MAX_SAMPLES, LoadedModel
 from simplellm.api.outputs import ChatOutput, RequestOutput
 from simplellm.api.reply import ChatReply, Reply, TextReply
 from simplellm.api.results import outputs, turn, turns
@@ -69,13 +69,13 @@ class LLM:
         self._begin(load(model, config, dtype, device, random_weights, seed, options))
 
     @classmethod
-    def of(cls, loaded: Loaded) -> Self:
+    def of(cls, loaded: LoadedModel) -> Self:
         """An LLM of what is loaded, wherever its engine is."""
         llm = cls.__new__(cls)
         llm._begin(loaded)
         return llm
 
-    def _begin(self, loaded: Loaded) -> None:
+    def _begin(self, loaded: LoadedModel) -> None:
         self.engine: EngineClient = loaded.engine
         self.config = loaded.input_processor.config
         self.backend_reason = loaded.backend_reason

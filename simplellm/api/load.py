@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from simplellm.api.input_processor import InputProcessor, Loaded
+from simplellm.api.input_processor import InputProcessor, LoadedModel
 from simplellm.api.operations import choose_operations, fused_operations, takes_packed
 from simplellm.base.config import MAX_SIZE, EngineConfig, expect
 from simplellm.checkpoint.checkpoint import Upload, open_weights
@@ -62,7 +62,7 @@ def load(
     random_weights: bool = False,
     seed: int | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """Load what `LLM` needs; its arguments and errors."""
     device = find_device(device)
     ok = isinstance(config, EngineConfig | None)
@@ -81,7 +81,7 @@ def load(
             engine, why, seconds = load_engine(source, config, dtype, device, ranks)
     limit, compiler = engine.max_model_len, input_processor.grammars.compile
     input_processor = replace(input_processor, max_model_len=limit, compiler=compiler)
-    return Loaded(engine, input_processor, why, seconds)
+    return LoadedModel(engine, input_processor, why, seconds)
 
 
 def load_engine(

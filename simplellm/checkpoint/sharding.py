@@ -150,7 +150,7 @@ def narrowed(weight: StoredWeight, axis: int, part: range) -> StoredWeight:
     return Scaled(values, scales, (rows, min(columns, size)), weight.inputs)
 
 
-def side_by_side(parts: Sequence[StoredWeight], axis: int) -> StoredWeight:
+def concat_weights(parts: Sequence[StoredWeight], axis: int) -> StoredWeight:
     """Parts of one weight, one after the other along ``axis``; copied once."""
     if len(parts) == 1:
         return parts[0]
@@ -162,7 +162,7 @@ def side_by_side(parts: Sequence[StoredWeight], axis: int) -> StoredWeight:
     return torch.cat([part for part in parts if isinstance(part, Tensor)], axis)
 
 
-def compact(weight: StoredWeight) -> Weight:
+def as_contiguous(weight: StoredWeight) -> Weight:
     """A weight whose numbers lie one after the other; copied if they don't."""
     if isinstance(weight, Tensor):
         return weight.contiguous()
@@ -250,7 +250,7 @@ class ShardedSource:
             else:
                 moved = [ranges[number % len(ranges)]]
             pieces = [narrowed(part, axis, one) for one in moved]
-            cuts.append(compact(side_by_side(pieces, axis)))
+            cuts.append(as_contiguous(concat_weights(pieces, axis)))
         if len(cuts) == 1:
             return cuts[0]
         shape = self.shapes[ours]

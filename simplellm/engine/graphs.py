@@ -54,7 +54,7 @@ def verify_shapes(max_num_seqs: int, max_drafts: int) -> list[CaptureShape]:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedGraph:
     """A step of one shape, ready to be replayed."""
 
     shape: CaptureShape
@@ -102,7 +102,7 @@ def capture(
     prepare: Callable[[CaptureShape], Callable[[], object]],
     shapes: Sequence[CaptureShape],
     least: Callable[[int], int] = lambda number: number,
-) -> list[Captured]:
+) -> list[CapturedGraph]:
     """Record the step that ``prepare(shape)`` gives for each of ``shapes``, by size.
 
     The largest comes first, so that the smaller ones find room in the memory that it
@@ -110,7 +110,7 @@ def capture(
     and the rest of them if the driver cannot record. ``least`` gives the least number
     that any rank calls it with: all of them have the same graphs.
     """
-    captured: list[Captured] = []
+    captured: list[CapturedGraph] = []
     pool, cause = None, ""
     for shape in sorted(shapes, reverse=True):
         step, graph, status = prepare(shape), None, READY
@@ -126,7 +126,7 @@ def capture(
         worst = least(status)
         if graph is not None and worst == READY:
             pool = graph.pool()
-            captured.insert(0, Captured(shape, graph.replay))
+            captured.insert(0, CapturedGraph(shape, graph.replay))
         elif not cause:
             cause = "another rank had none of it"
         if worst == REFUSED:

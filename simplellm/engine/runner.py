@@ -20,13 +20,13 @@ from simplellm.base.transfer import fetch, pinned, upload
 from simplellm.engine.graphs import (
     MIXED_SIZES,
     MOST_CHUNKS,
-    Captured,
+    CapturedGraph,
     CaptureShape,
     capture,
 )
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks
-from simplellm.engine.sampler import Sampled, SamplingTensors, TokenCounts, sample
+from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.speculation import sample_positions, verify_drafts
 from simplellm.model.batch import Batch
@@ -111,9 +111,9 @@ class Runner:
         self.buffer_index = 0
         self.previous: dict[int, int] = {}  # request -> index into sampled_tokens
         self.scores: list[PromptScores] = []  # of the step under way
-        self.captured: list[Captured] = []  # decode steps, by size
-        self.mixed: list[Captured] = []  # steps with prompts, by size
-        self.verifying: list[Captured] = []  # decode steps with drafts, by size
+        self.captured: list[CapturedGraph] = []  # decode steps, by size
+        self.mixed: list[CapturedGraph] = []  # steps with prompts, by size
+        self.verifying: list[CapturedGraph] = []  # decode steps with drafts, by size
         self._columns: tuple[list[int], SamplingTensors] | None = None
 
     def view(
@@ -162,7 +162,7 @@ class Runner:
         self.captured = [graph for graph in plain if graph.shape.queries == 1]
         self.verifying = [graph for graph in plain if graph.shape.queries > 1]
 
-    def _graph(self, scheduled: Sequence[ScheduledChunk]) -> Captured | None:
+    def _graph(self, scheduled: Sequence[ScheduledChunk]) -> CapturedGraph | None:
         """The graph for a step that is nothing but decodes, if there is one."""
         count, graphs = len(scheduled), self.captured
         for request, _, length, samples in scheduled:
@@ -173,7 +173,7 @@ class Runner:
         index = bisect_left(graphs, count, key=lambda graph: graph.size)
         return graphs[index] if index < len(graphs) else None
 
-    def _mixed(self, real: CaptureShape, samples: int = 0) -> Captured | None:
+    def _mixed(self, real: CaptureShape, samples: int = 0) -> CapturedGraph | None:
         """The graph for a step with chunks of prompts, if there is one."""
         for graph in self.mixed if real.chunks else ():
             room = graph.shape.decodes + graph.shape.chunks
@@ -181,7 +181,7 @@ class Runner:
                 return graph
         return None
 
-    def graph_of(self, shape: CaptureShape | None) -> Captured | None:
+    def graph_of(self, shape: CaptureShape | None) -> CapturedGraph | None:
         """The graph that another rank replays, of this shape; None for none."""
         graphs = (*self.captured, *self.verifying, *self.mixed)
         return next((graph for graph in graphs if graph.shape == shape), None)
@@ -236,7 +236,7 @@ class Runner:
         shape: Sequence[int],
         count: int,
         targets: Sequence[PromptTargets],
-        graph: Captured | None = None,
+        graph: CapturedGraph | None = None,
     ) -> list[PromptScores]:
         """A rank's part in a step ``flat``, of a ``shape`` as in `view`."""
         self.inputs[: len(flat)].copy_(flat, non_blocking=True)
@@ -334,11 +334,11 @@ class Runner:
         """
         count = len(requests)
         if count == 0:  # it is waited for all the same: its inputs are reused
-            return self._fetch(requests, Sampled(self.sampled_tokens[:0]))
+            return self._fetch(requests, SamplerOutput(self.sampled_tokens[:0]))
         columns = self._columns_of(requests)
         counting = self.counts.arrange(requests)
         mask = self.masks.arrange(requests)
-        sampled = Sampled(self.sampled_tokens[:count])
+        sampled = SamplerOutput(self.sampled_tokens[:count])
         changed = counting or mask is not None or columns.bias is not None
         if columns.random or changed or columns.logprobs is not None:
             numbers = [request.num_output for request in requests]
@@ -355,7 +355,7 @@ class Runner:
         steps: Tensor,
         counts: TokenCounts | None,
         mask: Mask | None,
-    ) -> Sampled:
+    ) -> SamplerOutput:
         """A rank's part in choosing ``count`` tokens, as `sample` does."""
         columns, mask = self.ranks.local_sampling(columns, mask)
         logits, best = self.logits[:count], self.sampled_tokens[:count]
@@ -380,7 +380,9 @@ class Runner:
         self._columns = None
         self.counts.forget()
 
-    def _fetch(self, requests: Sequence[SamplePosition], sampled: Sampled) -> Flight:
+    def _fetch(
+        self, requests: Sequence[SamplePosition], sampled: SamplerOutput
+    ) -> Flight:
         """Let the sampled tokens, and logprobs if there are any, come to the host."""
         host_output = self.host_output[self.buffer_index][: len(requests)]
         host_output.copy_(sampled.tokens, non_blocking=True)

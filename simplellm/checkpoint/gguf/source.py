@@ -22,11 +22,11 @@ from simplellm.checkpoint.gguf.packed import pack_rows, packed_formats
 from simplellm.checkpoint.gguf.tensors import (
     ORDINARY,
     as_array,
+    dequantize_rows,
     joined,
     mxfp4_of,
-    numbers_of,
+    reverse_permute,
     scaled_of,
-    turned_back,
 )
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names
@@ -100,7 +100,7 @@ class GGUFCheckpoint:
         if ".qkv." in ours and self.config.model_type in PAIRED_HEADS:
             config = self.config
             heads = config.num_attention_heads, config.num_key_value_heads
-            q, k = map(turned_back, parts, heads)
+            q, k = map(reverse_permute, parts, heads)
             parts = [q, k, *parts[2:]]
         of_experts = ".experts." in ours
         interleaved = of_experts and self.config.activation == "clamped_swiglu"
@@ -118,7 +118,7 @@ class GGUFCheckpoint:
         if ours in self.config.formats:
             read = mxfp4_of if tensor.type == "MXFP4" else scaled_of
             return read(torch.from_numpy(rows))
-        return numbers_of(rows, tensor, self.dtype)
+        return dequantize_rows(rows, tensor, self.dtype)
 
     def _check_names(self) -> None:
         """Raise ValueError if the file holds other tensors than it should."""

@@ -56,7 +56,9 @@ def scaled_of(rows: Tensor) -> Scaled:
     return Scaled(values, scales, (1, BLOCK), False)
 
 
-def numbers_of(rows: np.ndarray[Any, Any], tensor: GGUFTensor, dtype: Any) -> Tensor:
+def dequantize_rows(
+    rows: np.ndarray[Any, Any], tensor: GGUFTensor, dtype: Any
+) -> Tensor:
     """The tensor as ordinary numbers.
 
     Those that are such in the file are a view of it, in their own dtype; others are
@@ -80,7 +82,7 @@ def numbers_of(rows: np.ndarray[Any, Any], tensor: GGUFTensor, dtype: Any) -> Te
     return out
 
 
-def turned_back(weight: Any, heads: int) -> Any:
+def reverse_permute(weight: Any, heads: int) -> Any:
     """``weight`` [heads * D, ...] with the rows of each head in the hub's order.
 
     llama.cpp has the two rows of a rotation side by side, for models of Llama's kind;

@@ -22,8 +22,8 @@ from simplellm.model.kernels.blocks import Dispatch
 from simplellm.model.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.model.kernels.fragments import (
     UNSHIFT,
+    ExpertSizes,
     Fragments,
-    Half,
     activate,
     decode_weights,
 )
@@ -274,7 +274,7 @@ def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
 
 
 @cache
-def experts_launcher(tiling: Tiling, half: Half) -> Launcher:
+def experts_launcher(tiling: Tiling, half: ExpertSizes) -> Launcher:
     """For one half of the experts in this tiling."""
     return launcher(
         experts_kernel,
@@ -327,7 +327,7 @@ def multiply_pairs(
 ) -> None:
     """One half of the experts: fill ``out``, interleaved if ``weight`` is."""
     ptx = x.is_cuda and x.dtype == torch.bfloat16
-    start = experts_launcher(tiling, Half.of(weight, mlp, ptx))
+    start = experts_launcher(tiling, ExpertSizes.of(weight, mlp, ptx))
     start(
         (-(-weight.shape[1] // tiling.rows), dispatch.blocks.shape[0], 1),
         *(x, weight.words, weight.scales, bias, scores, *dispatch, out),

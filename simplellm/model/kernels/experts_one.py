@@ -26,8 +26,8 @@ from simplellm.model.kernels.fragments import (
     EXPONENTS,
     MINUS_ZERO,
     SHIFT,
+    ExpertSizes,
     Fragments,
-    Half,
     activate,
     high,
     low,
@@ -339,7 +339,7 @@ def one_tiling(tokens: int) -> OneTiling:
 
 
 @cache
-def one_launcher(tiling: OneTiling, half: Half) -> Launcher:
+def one_launcher(tiling: OneTiling, half: ExpertSizes) -> Launcher:
     """For one half of the experts in this tiling."""
     return launcher(
         experts_one_kernel,
@@ -397,7 +397,7 @@ def multiply_one(
     tiling: OneTiling,
 ) -> None:
     """One half of the experts: fill ``out``, interleaved if ``weight`` is."""
-    start = one_launcher(tiling, Half.of(weight, mlp, x.is_cuda))
+    start = one_launcher(tiling, ExpertSizes.of(weight, mlp, x.is_cuda))
     start(
         (tiling.programs, ids.numel(), 1),
         *(x, ids, scores, weight.words, weight.scales, bias, num_tokens, out),

@@ -144,7 +144,7 @@ class Fragments:
         return unpack(self).dequantize(dtype)
 
 
-class Half(NamedTuple):
+class ExpertSizes(NamedTuple):
     """What the kernels of one half of the experts are compiled for, in any tiling."""
 
     N: int
@@ -156,7 +156,7 @@ class Half(NamedTuple):
     PTX: bool
 
     @classmethod
-    def of(cls, weight: Fragments, mlp: Experts, ptx: bool) -> "Half":
+    def of(cls, weight: Fragments, mlp: Experts, ptx: bool) -> "ExpertSizes":
         """The half that multiplies with ``weight``; with ``ptx`` it isn't emulated."""
         sizes = *weight.shape[1:], weight.interleaved
         return cls(*sizes, mlp.limit, mlp.alpha, mlp.top_k, ptx)

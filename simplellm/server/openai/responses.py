@@ -25,7 +25,11 @@ from simplellm.server.openai.responses_items import (
     tools_in,
 )
 from simplellm.server.openai.responses_output import Output
-from simplellm.server.openai.responses_store import Kept, ResponseStore, Stored
+from simplellm.server.openai.responses_store import (
+    FinishedResponse,
+    ResponseStore,
+    StoredResponse,
+)
 from simplellm.server.openai.tools import ClientTools, flat
 from simplellm.text.harmony import Delta
 from simplellm.text.harmony.schema import as_tools
@@ -160,7 +164,9 @@ class Response(Generation):
     def finalize(self, response: dict[str, Any]) -> dict[str, Any]:
         """``response`` is what there is from now on."""
         self.status, self.replies = response["status"], None
-        self.store.end(self.id, Kept(response, self.input_items, self.asked_bytes))
+        self.store.end(
+            self.id, FinishedResponse(response, self.input_items, self.asked_bytes)
+        )
         return response
 
     def now(self) -> dict[str, Any]:
@@ -252,7 +258,9 @@ def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {"strict": bool(tool.get("strict"))}
 
 
-def stored_response(store: ResponseStore, id: str, previous: bool = False) -> Stored:
+def stored_response(
+    store: ResponseStore, id: str, previous: bool = False
+) -> StoredResponse:
     """The response of this ``id``. Raises APIError if there is none.
 
     As a ``previous`` one it is a parameter, and no part of the path.
@@ -277,7 +285,7 @@ def items_before(store: ResponseStore, id: str | None) -> list[dict[str, Any]]:
     return stored.input_items + output
 
 
-def named_response(call: Call) -> Stored:
+def named_response(call: Call) -> StoredResponse:
     """The response that a path names. Raises APIError."""
     return stored_response(call.service.responses, call.request.path_params["response"])
 

@@ -13,7 +13,7 @@ MOST_BYTES = 256 * 2**20  # of all of them, as JSON
 SECONDS = 24 * 60 * 60.0  # after which a response is forgotten
 
 
-class Stored(Protocol):
+class StoredResponse(Protocol):
     """A response that can be asked for, whether it is being written or over."""
 
     @property
@@ -28,7 +28,7 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class FinishedResponse:
     """A response that is over."""
 
     response: dict[str, Any]
@@ -66,18 +66,18 @@ class ResponseStore:
         self.clock = clock
         self.bytes = 0
         self.lock = threading.Lock()
-        self._running: dict[str, Stored] = {}
+        self._running: dict[str, StoredResponse] = {}
         # With the time at which it is forgotten, and its bytes; the oldest one first.
-        self._finished: dict[str, tuple[Kept, float, int]] = {}
+        self._finished: dict[str, tuple[FinishedResponse, float, int]] = {}
         # The items of kept responses that have ids of ours, with their responses' ids.
         self._items: dict[str, tuple[str, dict[str, Any]]] = {}
 
-    def begin(self, id: str, response: Stored) -> None:
+    def begin(self, id: str, response: StoredResponse) -> None:
         """A response is being written, and can be asked for."""
         with self.lock:
             self._running[id] = response
 
-    def end(self, id: str, kept: Kept) -> None:
+    def end(self, id: str, kept: FinishedResponse) -> None:
         """``kept`` is to be found under this id from now on, if anything was."""
         size = len(orjson.dumps(kept.response)) + kept.asked_bytes
         with self.lock:
@@ -94,7 +94,7 @@ class ResponseStore:
         with self.lock:
             self._forget(id)
 
-    def find(self, id: str) -> Stored | None:
+    def find(self, id: str) -> StoredResponse | None:
         """The response of this id, if there is one."""
         with self.lock:
             self._tidy()

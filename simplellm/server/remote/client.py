@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from simplellm.api.input_processor import InputProcessor, Loaded
+from simplellm.api.input_processor import InputProcessor, LoadedModel
 from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, Request
@@ -273,7 +273,7 @@ def load_remote(
     random_weights: bool = False,
     seed: int | None = None,
     log_level: str = "warning",
-) -> Loaded:
+) -> LoadedModel:
     """What an `LLM` needs, with ``engine``, a `RemoteEngine` or `Replicas`.
 
     Other arguments and errors are those of `LLM`. Here is what makes text and requests:
@@ -303,4 +303,4 @@ def load_remote(
     input_processor = replace(
         input_processor, max_model_len=limit, compiler=engine.compile
     )
-    return Loaded(engine, input_processor, backend_reason, seconds)
+    return LoadedModel(engine, input_processor, backend_reason, seconds)

@@ -41,7 +41,7 @@ class GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class Adapted(NodeTransformer):
+class TemplateAdapter(NodeTransformer):
     """Has a template look at the clock, and for texts as ``hidden`` has them."""
 
     def __init__(self, hidden: Mapping[int, int]) -> None:
@@ -155,7 +155,7 @@ def parsed(source: str) -> nodes.Template:
 
 def compiled(tree: nodes.Template, hidden: Mapping[int, int]) -> CodeType:
     """A template, ready for `rendered`, whose messages have characters ``hidden``."""
-    return Sandbox().compile(Adapted(hidden).visit(tree))
+    return Sandbox().compile(TemplateAdapter(hidden).visit(tree))
 
 
 def rendered(code: CodeType, variables: dict[str, Any]) -> str:
