@@ -152,21 +152,21 @@ def smaller(report: dict[str, Any]) -> str:
 def reach(figures: Path) -> str:
     """A paragraph on the engine's speed with the larger model, for a first page."""
     report, vllm = read(figures, "12-bench"), read(figures, "vllm-h200")
-    smaller = read(figures, "12-bench-h100")["decode"]
-    h100 = {row["batch"]: row["tokens_per_second"] for row in smaller}
+    h100 = {row["batch"]: row for row in read(figures, "12-bench-h100")["decode"]}
     decode = {point.batch: point for point in points(report, vllm)}
     one, many = decode[TABULATED[0]], decode[TABULATED[-1]]
+    alone, crowd = h100[one.batch], h100[many.batch]
     theirs = version(report["model"], vllm)
     dates = dict.fromkeys([report["date"], vllm["runs"][theirs]["date"]])
     text = (
         f"With random weights in {report['model']}'s real shapes, the engine writes "
-        f"{h100[one.batch]:,.0f} tokens a second on one NVIDIA H100 for one request "
-        f"and {h100[many.batch]:,.0f} for {many.batch} at once, and {one.ours:,.0f} "
-        f"and {many.ours:,.0f} on one H200. There, that's {one.share('ours'):.0f} % "
-        f"and {many.share('ours'):.0f} % of what the GPU's memory and arithmetic "
-        f"allow, and {one.ours / one.vllm:.1f} and {many.ours / many.vllm:.1f} times "
-        "what vLLM "
-        f"{theirs} writes (recorded {' and '.join(dates)})."
+        f"{alone['tokens_per_second']:,.0f} tokens a second on one NVIDIA H100 for one "
+        f"request and {crowd['tokens_per_second']:,.0f} for {many.batch} at once, "
+        f"{100 * alone['share']:.0f} % and {100 * crowd['share']:.0f} % of what the "
+        f"GPU's memory and arithmetic allow. On one H200 it's {one.ours:,.0f} and "
+        f"{many.ours:,.0f}, {one.share('ours'):.0f} % and {many.share('ours'):.0f} %, "
+        f"and {one.ours / one.vllm:.1f} and {many.ours / many.vllm:.1f} times what "
+        f"vLLM {theirs} writes there (recorded {' and '.join(dates)})."
     )
     return fill(text, 88, break_on_hyphens=False)
 

@@ -247,12 +247,12 @@ def test_a_table_refuses_what_does_not_fit() -> None:
 
 
 def test_a_hint_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    course.hint("rotate")
+    course.hint("visible")
     told = capsys.readouterr().out
-    assert " ".join(told.split()) == course.about()["rotate"]["hint"]
+    assert " ".join(told.split()) == course.about()["visible"]["hint"]
     assert max(map(len, told.splitlines())) <= course.WIDTH
-    with pytest.raises(LookupError, match="no blank rotat; did you mean rotate"):
-        course.hint("rotat")
+    with pytest.raises(LookupError, match="no blank visibl; did you mean visible"):
+        course.hint("visibl")
 
 
 @pytest.fixture

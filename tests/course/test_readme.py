@@ -164,7 +164,7 @@ def test_speed_follows_its_records(tmp_path):
     assert "gpt-oss-120b: 60 and 26 at 1," in below
     first_page = " ".join(headline.reach(tmp_path).split())
     assert "With random weights in gpt-oss-120b's real shapes" in first_page
-    assert "and 601 and " in first_page and "There, that's 60 % and " in first_page
+    assert "it's 601 and " in first_page and ", 60 % and " in first_page
     assert "and 2.5 and " in first_page  # times vLLM
     assert headline.is_old(tmp_path)
     headline.draw(tmp_path)

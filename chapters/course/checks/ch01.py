@@ -234,59 +234,6 @@ def check_render_message(render_message):
         )
 
 
-def check_history(history):
-    """Conversations in letters, with the letters that stay."""
-    kinds = {
-        "u": Message("user", "?"),
-        "a": Message("assistant", "hm", channel="analysis"),
-        "c": Message("assistant", "{}", channel="commentary", recipient="functions.f"),
-        "b": Message("assistant", "1", channel="analysis", recipient="python"),
-        "r": result_message("f", "12"),
-        "f": Message("assistant", "12", channel="final"),
-    }
-    words = "u user, a analysis, b call in analysis, c call, r its result, f final"
-    cases = [
-        ("", False, "", "an empty conversation stays empty"),
-        (
-            "ua",
-            False,
-            "ua",
-            "the current turn has no answer yet, so its analysis stays",
-        ),
-        ("uacr", False, "uacr", "the current turn has no answer yet, only a tool's"),
-        ("uafu", False, "ufu", "the answer is there, so its reasoning goes"),
-        ("uacracrf", False, "ucrcrf", "calls and results stay, all analysis goes"),
-        ("uabrf", False, "urf", "a call in the channel analysis is analysis, too"),
-        ("uafuafu", False, "ufufu", "every answered turn loses its analysis"),
-        (
-            "uafuac",
-            False,
-            "ufuac",
-            "an earlier turn loses its analysis, the current not",
-        ),
-        (
-            "uaf",
-            True,
-            "uaf",
-            "a finished conversation's last answer keeps its reasoning",
-        ),
-        ("uafuacraf", True, "ufuacraf", "a finished one's earlier turns lose theirs"),
-        ("uf", True, "uf", "there is nothing to drop"),
-    ]
-    for before, finished, after, reason in cases:
-        messages = [kinds[letter] for letter in before]
-        given = list(messages)
-        options = {"finished": True} if finished else {}
-        kept = list(history(messages, **options))
-        letter_of = {message: letter for letter, message in kinds.items()}
-        found = "".join(letter_of.get(message, "?") for message in kept)
-        assert found == after, (
-            f"{reason}: {before!r}, finished={finished}, becomes {after!r}, not "
-            f"{found!r} ({words})"
-        )
-        assert messages == given, "the caller's list is not yours to change"
-
-
 def check_HarmonyParser_push(HarmonyParser):
     """Replies with what they hold, then the stream, then random ids."""
     tokenizer = embedded()

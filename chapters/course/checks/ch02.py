@@ -13,9 +13,7 @@ from pathlib import Path
 import torch
 
 from simplellm.checkpoint.families.gpt_oss import MODELS
-from simplellm.checkpoint.formats import MXFP4_EXPERTS
-from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.checkpoint.names import NAMES, stored_shapes
+from simplellm.checkpoint.names import stored_shapes
 from simplellm.checkpoint.source import TensorInfo
 
 
@@ -162,66 +160,6 @@ def over_a_mapping(candidate):
                 "the mapping did not: it is a copy"
             )
             del last, data
-
-
-def check_assembled(candidate):
-    """Each kind of weight, and that only q, k and v are copied."""
-    rows = {row.ours: row for row in (name.at(1) for name in NAMES)}
-    norm, bias = rows["layers.1.attn_norm.weight"], rows["layers.1.attn.o.bias"]
-    qkv, down = rows["layers.1.attn.qkv.weight"], rows["layers.1.experts.down"]
-    whole = torch.arange(12.0).view(4, 3)
-    for row in (norm, bias, rows["layers.1.attn.o.weight"]):
-        found = candidate([whole], row, (4, 3), None)
-        assert torch.is_tensor(found) and found.shape == whole.shape, (
-            f"{row.ours} is one tensor on disk and comes back as it is"
-        )
-        assert found.data_ptr() == whole.data_ptr(), (
-            f"{row.ours} is one tensor on disk; yours is a copy of it"
-        )
-    q, k, v = whole, whole[:2] + 100, whole[:2] + 200
-    joined = candidate([q, k, v], qkv, (8, 3), None)
-    assert torch.is_tensor(joined) and tuple(joined.shape) == (8, 3), (
-        "4 rows of q, 2 of k and 2 of v make the shape [8, 3]; yours is "
-        f"{list(getattr(joined, 'shape', []))}"
-    )
-    expected = [0, 3, 6, 9, 100, 103, 200, 203]
-    assert joined[:, 0].tolist() == expected, (
-        f"rows of q first, then those of k, then those of v; your first column is "
-        f"{joined[:, 0].tolist()}, expected {expected}"
-    )
-    biases = [part[:, 0] for part in (q, k, v)]
-    joined = candidate(biases, rows["layers.1.attn.qkv.bias"], (8,), None)
-    assert joined.tolist() == expected, (
-        "the biases of q, k and v have one axis and are joined along it; yours came "
-        f"out as {joined.tolist()}"
-    )
-    blocks = torch.arange(2 * 3 * 2 * 16, dtype=torch.uint8).view(2, 3, 2, 16)
-    scales = torch.arange(120, 132, dtype=torch.uint8).view(2, 3, 2)
-    packed = candidate([blocks, scales], down, (2, 3, 64), MXFP4_EXPERTS)
-    assert isinstance(packed, MXFP4), (
-        "blocks and scales become an MXFP4, which keeps them packed; yours is "
-        f"{type(packed).__name__}"
-    )
-    same = torch.equal(packed.blocks, blocks) and torch.equal(packed.scales, scales)
-    assert same, "packed bytes lie on disk as they are: keep them, unturned"
-    assert packed.blocks.data_ptr() == blocks.data_ptr(), "the blocks are a copy"
-    theirs = torch.arange(24.0).view(2, 4, 3)  # [E, in, out]
-    found = candidate([theirs], down, (2, 3, 4), None)
-    assert tuple(found.shape) == (2, 3, 4), (
-        "unpacked experts are stored [E, in, out], here [2, 4, 3], and we want "
-        f"[E, out, in]; yours is {list(found.shape)}"
-    )
-    assert found[1, 2, 0] == theirs[1, 0, 2], (
-        "the numbers of [E, in, out] have moved: swap the axes, don't reshape"
-    )
-    assert found.data_ptr() == theirs.data_ptr(), (
-        "turning the axes is a view with other strides; yours is a copy"
-    )
-    beside = torch.arange(6.0).view(2, 3)
-    found = candidate([beside], rows["layers.1.experts.down_bias"], (2, 3), None)
-    assert tuple(found.shape) == (2, 3) and found.data_ptr() == beside.data_ptr(), (
-        "the biases of experts come back as they are: only what is turned is turned"
-    )
 
 
 def check_2_1(candidate):

@@ -59,78 +59,6 @@ def softmax_of_chosen(scores, top_k):
     return ids, [power / sum(powers) for power in powers]
 
 
-def check_route(route):
-    """The pencil's token, then random ones against sorting and exponentials."""
-    what = "the numbers of the experts and their shares"
-    scores = [1.0, -0.5, 1.85, 0.2]
-
-    def routed(x, weight, bias, top_k):
-        ids, weights = pair_of(route(x, weight, bias, top_k), what)
-        shape = (len(x), top_k)
-        for name, tensor in (("ids", ids), ("shares", weights)):
-            assert tuple(tensor.shape) == shape, (
-                f"{len(x)} tokens with {top_k} experts each have {name} {list(shape)}, "
-                f"not {list(tensor.shape)}"
-            )
-        return ids, weights
-
-    pencil = torch.tensor([scores])
-    ids, weights = routed(pencil, torch.eye(4), torch.zeros(4), 2)
-    assert set(ids[0].tolist()) == {0, 2}, (
-        "the scores 1, -0.5, 1.85 and 0.2 choose the largest two, experts 2 and 0; you "
-        f"choose {ids[0].tolist()}"
-    )
-    assert ids[0].tolist() == [2, 0], (
-        f"best first: expert 2 with 1.85, then expert 0 with 1; yours {ids[0].tolist()}"
-    )
-    total = weights.sum().item()
-    assert total < 1 + 1e-4, (
-        f"a token's shares add up to {total:.3f}, not 1: each token has its own "
-        "softmax, along the last axis"
-    )
-    assert total > 1 - 1e-4, (
-        f"the chosen shares add up to {total:.3f}, not 1: the experts that nobody "
-        "chose have kept a share, so take the softmax of the chosen scores alone"
-    )
-    assert torch.allclose(weights, torch.tensor([[0.7006, 0.2994]]), atol=1e-3), (
-        "e^1.85 and e^1 over their sum are 0.70 and 0.30; yours are "
-        f"{[round(w, 3) for w in weights[0].tolist()]}, so no e was raised to the score"
-    )
-    bias = torch.tensor([0.0, 9.0, 0.0, 0.0])
-    ids, _ = routed(pencil, torch.eye(4), bias, 2)
-    assert ids[0].tolist() == [1, 2], (
-        "a bias of 9 makes expert 1 the best: add it before you choose; yours are "
-        f"{ids[0].tolist()}"
-    )
-    x, weight, bias = seeded(20, 6), seeded(16, 6, seed=1), seeded(16, seed=2)
-    ids, weights = routed(x, weight, bias, 4)
-    for token in range(20):
-        scores = (weight.double() @ x[token].double() + bias.double()).tolist()
-        best, shares = softmax_of_chosen(scores, 4)
-        assert ids[token].tolist() == best, (
-            f"random token {token}: the best four experts are {best}, yours "
-            f"{ids[token].tolist()}"
-        )
-        assert torch.allclose(weights[token].double(), torch.tensor(shares).double()), (
-            f"random token {token}: the shares of experts {best} belong in their "
-            "order, and each token has its own softmax"
-        )
-    large = torch.tensor([[99.15, 97.65, 100.0, 98.35]])
-    _, weights = routed(large, torch.eye(4), torch.zeros(4), 2)
-    assert torch.allclose(weights, torch.tensor([[0.7006, 0.2994]]), atol=1e-3), (
-        "scores of 100 and 99.15 have the shares 0.70 and 0.30 as well; yours are "
-        f"{[round(w, 3) for w in weights[0].tolist()]}. e^100 is more than float32 "
-        "holds, so subtract the largest score first, as softmax does"
-    )
-    _, weights = routed(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), 4)
-    assert weights.dtype == torch.bfloat16, (
-        f"the shares come in x's dtype; for bfloat16 yours are {weights.dtype}"
-    )
-    ids, _ = routed(x, weight, None, 4)
-    best = (weight @ x[0]).argmax()
-    assert ids[0, 0] == best, "without a bias, which is None, the product alone counts"
-
-
 def check_expected_distinct(expected_distinct):
     """All ways to choose, counted, then a binomial for large numbers."""
     for num_experts, top_k in ((4, 2), (5, 1), (6, 3)):
@@ -170,80 +98,6 @@ def gated(gate, up, limit, alpha):
     """One number of a SwiGLU, from its formula."""
     gate, up = min(gate, limit), max(-limit, min(up, limit))
     return gate / (1 + math.exp(-alpha * gate)) * (up + 1)
-
-
-def check_swiglu(swiglu):
-    """One number at a time, so that each detail is seen by itself."""
-
-    def one(gate, up, limit=7.0, alpha=1.702):
-        found = swiglu(torch.tensor([gate, up]), limit, alpha)
-        is_tensor(found, (1,), "a gate and an up, [2], make one number, which")
-        return found.item()
-
-    def near(found, expected):
-        return math.isclose(found, expected, rel_tol=1e-4, abs_tol=1e-6)
-
-    found, right = one(1.0, 0.5), gated(1.0, 0.5, 7.0, 1.702)
-    assert not near(found, gated(0.5, 1.0, 7.0, 1.702)), (
-        "of each two numbers the gate comes first, then its up"
-    )
-    assert not near(found, right / 3), (
-        "the gate multiplies up plus one: 1.5 for an up of 0.5"
-    )
-    assert not near(found, gated(1.0, 0.5, 7.0, 1.0)), (
-        "the sigmoid has a slope: it's sigmoid(alpha * gate)"
-    )
-    assert near(found, right), (
-        f"gate 1 and up 0.5 make {right:.4f}: gate times its sigmoid times up plus "
-        f"one; yours is {found:.4f}"
-    )
-    assert near(one(1.0, 0.5, 7.0, 0.3), gated(1.0, 0.5, 7.0, 0.3)), (
-        "alpha is an argument; with 0.3 yours is off"
-    )
-    right = gated(9.0, 0.0, 7.0, 1.702)
-    assert near(one(9.0, 0.0), right), (
-        f"a gate of 9 is clamped to the limit, 7, and makes {right:.3f}; yours is "
-        f"{one(9.0, 0.0):.3f}"
-    )
-    found, right = one(9.0, 0.0, 2.0, 0.1), gated(9.0, 0.0, 2.0, 0.1)
-    assert near(found, right), (
-        f"the sigmoid sees the clamped gate as well: with the limit 2 and alpha 0.1, a "
-        f"gate of 9 makes {right:.3f}; yours is {found:.3f}"
-    )
-    right = gated(-5.0, 0.0, 2.0, 0.1)
-    assert near(one(-5.0, 0.0, 2.0, 0.1), right), (
-        "the gate is clamped from above only: with the limit 2 and alpha 0.1, a gate "
-        f"of -5 stays -5 and makes {right:.3f}; yours is {one(-5.0, 0.0, 2.0, 0.1):.3f}"
-    )
-    for up in (9.0, -9.0):
-        right = gated(1.0, up, 7.0, 1.702)
-        assert near(one(1.0, up), right), (
-            f"an up of {up:g} is clamped to {math.copysign(7, up):g}, on both sides, "
-            f"and makes {right:.3f}; yours is {one(1.0, up):.3f}"
-        )
-    row = torch.tensor([1.0, 0.5, 2.0, -0.5, -1.0, 3.0])
-    right = [gated(row[i].item(), row[i + 1].item(), 7.0, 1.702) for i in (0, 2, 4)]
-    found = swiglu(row, 7.0, 1.702)
-    is_tensor(found, (3,), "three gates and three ups, [6], make three numbers, which")
-    found = found.tolist()
-    assert torch.allclose(torch.tensor(found), torch.tensor(right), atol=1e-4), (
-        "gate and up alternate, gate, up, gate, up: 1, 0.5, 2, -0.5, -1 and 3 make "
-        f"{[round(r, 3) for r in right]}; yours is {[round(f, 3) for f in found]}"
-    )
-    many = seeded(2, 3, 8, scale=6.0)
-    before = many.clone()
-    found = swiglu(many, 7.0, 1.702)
-    assert torch.equal(many, before), (
-        "the caller's numbers have changed: `clamp_` works in place, and a slice is a "
-        "view of the same memory"
-    )
-    is_tensor(found, (2, 3, 4), "leading axes stay; what becomes of [2, 3, 8]")
-    right = [[[gated(g, u, 7.0, 1.702) for g, u in r] for r in m] for m in pairs(many)]
-    assert torch.allclose(found, torch.tensor(right), rtol=1e-4, atol=1e-5), (
-        "over random numbers, some are off"
-    )
-    kind = swiglu(many.bfloat16(), 7.0, 1.702).dtype
-    assert kind == torch.bfloat16, f"bfloat16 stays bfloat16; yours is {kind}"
 
 
 def pairs(numbers):
@@ -429,22 +283,6 @@ def explained(found, x, mlp):
 def in_order_of_ids(ids, weights):
     """What each of ``ids`` gets of weights that are meant for the ids in order."""
     return [weights[sorted(ids).index(id)] for id in ids]
-
-
-def check_naive_moe(naive_moe):
-    """Sizes that grow by one thing at a time, against a loop over tokens."""
-    lone = mixture(num_experts=1, top_k=1)
-    judge(naive_moe, seeded(3, 8, seed=7), lone)
-    x = seeded(5, 8, seed=8)
-    judge(naive_moe, x, mixture(num_experts=4, top_k=1))
-    judge(naive_moe, x, mixture())
-    judge(naive_moe, seeded(7, 8, seed=9), mixture())
-    judge(naive_moe, seeded(20, 8, seed=10), mixture(num_experts=12, top_k=4))
-    packed = mixture(hidden=32, inner=32, scale=0.2)
-    packed = replace(
-        packed, gate_up=quantize(packed.gate_up), down=quantize(packed.down)
-    )
-    judge(naive_moe, seeded(5, 32, seed=11), packed)
 
 
 def check_experts(experts):

@@ -1,7 +1,6 @@
 """Chapter 8: pages."""
 
 import copy
-import hashlib
 import random
 import sys
 from typing import ClassVar
@@ -29,117 +28,6 @@ def compute(books, sequence, tokens, end):
     assert books.allocate(sequence, end), "the check's pool is too small"
     books.take_copies()
     books.commit(sequence, tokens, end)
-
-
-def check_hash_page(hash_page):
-    """Names are equal for equal prefixes and, as far as one can try, for no others."""
-    first = hash_page(b"", [1, 2, 3, 4])
-    assert isinstance(first, bytes), (
-        f"a name is bytes, `digest()` of a hash, not {type(first).__name__}"
-    )
-    assert len(first) >= 16, (
-        f"{len(first)} bytes are too few: whoever tries enough prompts finds two with "
-        "the same name"
-    )
-    assert len(hash_page(first, [1, 2, 3, 4])) == len(first), (
-        "a name grows with the text before it: a hash has one length, however much "
-        "went into it"
-    )
-    for tokens in ((1, 2, 3, 4), pages.array("q", [1, 2, 3, 4])):
-        assert hash_page(b"", tokens) == first, (
-            "the same tokens have the same name, in a list, a tuple or an array"
-        )
-    one = hash_page(hash_page(b"", [5, 6]), [1, 2])
-    other = hash_page(hash_page(b"", [7, 6]), [1, 2])
-    assert one != other, (
-        "the pages before count: they change its keys and values, so the parent "
-        "belongs in the hash"
-    )
-    assert hash_page(b"", [1, 2]) != hash_page(b"", [2, 1]), "their order counts"
-    a, b, c = [1, 2], [3, 4], [5, 6]
-    turned = hash_page(hash_page(b"", b), a)
-    twice = hash_page(hash_page(hash_page(b"", c), a), a)
-    for found, pair in (
-        ((hash_page(hash_page(b"", a), b), turned), "pages A, B and pages B, A"),
-        ((twice, hash_page(b"", c)), "pages C, A, A and page C alone"),
-    ):
-        assert found[0] != found[1], (
-            f"{pair} have the same name: hash the parent together with the tokens; "
-            "XOR or a sum of two hashes doesn't say what came first, and cancels out"
-        )
-    close = [[1, 23], [12, 3], [1, 2, 3], [123], [0, 123], [1, 23, 0]]
-    close += [[257], [1], [1, 1], [200_000], [200_000 - 2**16], [200_000 % 256]]
-    names = [hash_page(b"", tokens) for tokens in close]
-    for index, name in enumerate(names):
-        same = [close[i] for i in range(index) if names[i] == name]
-        assert not same, (
-            f"the tokens {close[index]} and {same[0]} have the same name; each token "
-            "needs the same number of bytes, enough for 200,000 and more"
-        )
-    data = pages.array("q", [1, 2, 3, 4]).tobytes()
-    for weak in ("md5", "sha1"):
-        assert first != hashlib.new(weak, data).digest(), (
-            f"people have built collisions of {weak}, so somebody can make a prompt "
-            "that reads another user's pages; sha256 has none that is known"
-        )
-    many = [hash_page(b"", [token]) for token in range(64)]
-    fixed = [
-        place
-        for place, byte in enumerate(zip(*many, strict=True))
-        if len(set(byte)) < 8
-    ]
-    assert not fixed, (
-        f"bytes {fixed} of the name hardly ever change: not a cryptographic hash, "
-        "all of whose bits depend on all tokens, so somebody can find two prompts of "
-        "one name"
-    )
-
-
-def check_PageManager__release(PageManager):
-    """Every way out of use."""
-    books = manager(PageManager, 8, 4)
-    books.free = [0]
-    books.references = [0, 2, 1, 1, 1, 1, 0, 1]
-    books.cached[6] = None
-    for page in (3, 4, 5, 6, 7):
-        name = (1, bytes([page]))
-        books.hash_of[page], books.page_of[name] = name, page
-    books.kept_longer = {5}
-    books._release(1)
-    assert books.references[1] == 1 and 1 not in books.free, (
-        "page 1 had two users: one is left, and the page is still in use"
-    )
-    books._release(2)
-    assert books.references[2] == 0, "the last user is gone: the count is 0"
-    assert sorted(books.free) == [0, 2], (
-        "page 2 has no name, so nobody could find it: it is free"
-    )
-    books._release(3)
-    assert 3 not in books.free and 3 in books.cached, (
-        "page 3 has a name: it is not free but cached, to be found until it is evicted"
-    )
-    assert 3 in books.hash_of, "a cached page keeps its name"
-    assert list(books.cached) == [6, 3], (
-        "page 6 was unused before page 3, so it is evicted before; the order is "
-        f"{list(books.cached)}"
-    )
-    books._release(4, behind=True)
-    assert list(books.cached) == [4, 6, 3], (
-        "page 4 fell behind a window and was never found: it is the next victim, "
-        f"first of all; the order is {list(books.cached)}"
-    )
-    books._release(5, behind=True)
-    assert list(books.cached) == [4, 6, 3, 5], (
-        "page 5 fell behind a window, but some prompt found it once and others may: "
-        f"it goes to the end like any page; the order is {list(books.cached)}"
-    )
-    books._release(1, behind=True)
-    assert sorted(books.free) == [0, 1, 2], "without a name it is free, behind or not"
-    books.references[7] = 2
-    books._release(7, behind=True)
-    assert books.references[7] == 1 and 7 not in books.cached, (
-        "page 7 has another user: it stays in use, behind one window or not"
-    )
 
 
 def check_PageManager__cached_prefix(PageManager):

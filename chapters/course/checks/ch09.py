@@ -52,64 +52,6 @@ def make(kind, pages=100, seqs=8, budget=16, **limits):
     return kind(manager, **limits)
 
 
-def check_next_batch(next_batch):
-    """The places stay full, in order of arrival, and nobody is interrupted."""
-
-    def rows(lengths, places):
-        left = dict(enumerate(lengths))
-        batch: list[int] = []
-        found: list[list[int]] = []
-        waiting = list(left)
-        for _ in range(STEPS):
-            if not any(left.values()):
-                return found
-            before = list(batch)
-            given = dict(left), list(batch), list(waiting)
-            batch = list(next_batch(*given, places))
-            assert given[:2] == (left, before) and given[2] == waiting, (
-                "your function changes what it is given: build a new list; the caller "
-                "goes on with its own"
-            )
-            assert len(batch) == len(set(batch)), f"somebody is there twice: {batch}"
-            assert len(batch) <= places, (
-                f"{len(batch)} requests in {places} places: only as many may join as "
-                "there are free places"
-            )
-            row = [number for number in batch if left[number]]
-            assert row, (
-                "nobody runs while somebody waits: a request that has ended gives its "
-                "place to the first who waits"
-            )
-            waiting = [number for number in waiting if number not in batch]
-            for number in row:
-                left[number] -= 1
-            found.append(row)
-        raise AssertionError("the requests never end")
-
-    found = rows([10, 10, 10, 50, 5], 4)
-    first = next(step for step, row in enumerate(found) if 4 in row)
-    assert first == 10, (
-        "requests of 10, 10, 10, 50 and 5 tokens in 4 places: three places are free "
-        f"after step 10, so the fifth starts in step 11; with you in step {first + 1}"
-    )
-    rng = random.Random(0)
-    for places in (1, 3, 4):
-        lengths = [rng.randrange(1, 12) for _ in range(20)]
-        found = rows(lengths, places)
-        starts = [min(s for s, row in enumerate(found) if n in row) for n in range(20)]
-        assert starts == sorted(starts), "who came first starts first"
-        for number, length in enumerate(lengths):
-            steps = [step for step, row in enumerate(found) if number in row]
-            assert steps[-1] - steps[0] == length - 1, (
-                f"request {number} was interrupted: whoever runs goes on to the end"
-            )
-        for step, row in enumerate(found):
-            queued = any(start > step for start in starts)
-            assert len(row) == places or not queued, (
-                f"a place is empty in step {step + 1} while somebody waits"
-            )
-
-
 def check_Scheduler__make_room(candidate):
     """Four requests of two full pages each, and a pool of eight pages."""
     kind = whole(candidate, Scheduler)

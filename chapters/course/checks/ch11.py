@@ -16,7 +16,6 @@ from course.checks.loads import beyond
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 1 << 16  # numbers on both sides, for strides that are far too large as well
-FAR = 1 << 30  # a page that no sequence has
 LOG2E = math.log2(math.e)
 
 
@@ -142,79 +141,6 @@ def check_softmax_kernel(kernel):
     assert_compiles(kernel, "*fp32 *fp32 i32", BLOCK=16)
 
 
-# Residual and norm
-
-
-def check_add_rms_norm_kernel(kernel):
-    """Rows that fill no tile, updates in no, one and three parts."""
-    assert_kernel(kernel)
-    rows, size, block, eps = 3, 48, 64, 0.5
-    weight = Guarded(normal(size, seed=1))
-    for count in (0, 1, 3):
-        residual = Guarded(normal(rows, size, seed=2))
-        update = Guarded(normal(rows, max(count, 1), size, seed=3))
-        normed = empty(rows, size)
-        total = residual.inner.double()
-        if count:
-            total = total + update.inner.double().sum(1)
-        launch = kernel[(rows,)]
-        tensors = (x.inner for x in (residual, update, weight, normed))
-        guards = {"residual": residual.guard, "weight": weight.guard}
-        with beyond(update=update.guard, **guards) as outside:
-            launch(*tensors, eps, N=size, PARTS=count, BLOCK=block, PDL=False)
-        told = f"with N = {size}, BLOCK = {block} and PARTS = {count}: "
-        assert residual.untouched() and normed.untouched(), (
-            told + "a store went beyond the tensor; columns from N on need a mask"
-        )
-        assert not normed.inner[0].isnan().all(), told + "normed was not written"
-        assert not normed.inner.isnan().any(), (
-            told
-            + "the result is NaN. What lies beyond a tensor is NaN here: does every "
-            "load have its mask, and 0 where it is false?"
-        )
-        if count > 1:
-            assert is_close(residual.inner[0], total[0]), (
-                told + "the residual is not residual + the sum of its update's parts"
-            )
-        assert is_close(residual.inner, total), (
-            told + "the residual has to hold the sum afterwards, since the next layer "
-            "adds to it, and the parts of row t begin at t * PARTS * N"
-        )
-        square = total.square().sum(-1, keepdim=True)
-        expected = total * (square / size + eps).rsqrt() * weight.inner.double()
-        over_block = total * (square / block + eps).rsqrt() * weight.inner.double()
-        assert not is_close(normed.inner, over_block), (
-            told + "you divide the sum of squares by BLOCK; the mean is over N numbers"
-        )
-        late = total * (1 / ((square / size).sqrt() + eps)) * weight.inner.double()
-        assert not is_close(normed.inner, late), (
-            told + "eps is added to the mean of squares, inside the root"
-        )
-        plain = total * (square / size + eps).rsqrt()
-        assert not is_close(normed.inner, plain), told + "the weight is missing"
-        assert is_close(normed.inner, expected), (
-            told + "normed is not sum / sqrt(mean(sum^2) + eps) * weight"
-        )
-        assert_inside(told, outside)
-    judge_rounding(kernel)
-
-
-def judge_rounding(kernel):
-    """A float16 residual is rounded before it is normed."""
-    size = 48
-    residual = normal(1, size, seed=4).half()
-    update, weight = normal(1, 1, size, seed=5), torch.ones(size)
-    normed = empty(1, size)
-    total = (residual.float() + update[:, 0]).half().float()
-    expected = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    tensors = (x.to(DEVICE) for x in (residual, update, weight))
-    launch = kernel[(1,)]
-    launch(*tensors, normed.inner, 1e-5, N=size, PARTS=1, BLOCK=64, PDL=False)
-    assert is_close(normed.inner, expected, 1e-5), (
-        "a residual of float16: the sum has to be rounded to it before it is normed"
-    )
-
-
 # Products
 
 
@@ -338,60 +264,6 @@ def judge_far_rows(kernel):
 
 
 # Attention
-
-
-@triton.jit
-def rows_kernel(
-    table_ptr,
-    places_ptr,
-    out_ptr,
-    stop,
-    stride_page,
-    ROW: tl.constexpr,
-    PAGE: tl.constexpr,
-    COUNT: tl.constexpr,
-    FIND: tl.constexpr,
-):
-    n = tl.arange(0, COUNT)
-    places = tl.load(places_ptr + n)
-    tl.store(out_ptr + n, FIND(table_ptr, places, stop, stride_page, ROW, PAGE))
-
-
-def check_find_rows(find):
-    """Places in shuffled pages, behind the end, and beyond 2^31 numbers."""
-    assert_jitted(find)
-    page, row = 4, 8
-    for stride, pages in ((32, [5, 2, 7]), (96, [5, 2, 7]), (1 << 20, [5, 2, 3000])):
-        table = Guarded(torch.tensor(pages, dtype=torch.int32), FAR)
-        places = torch.arange(16, dtype=torch.int32)
-        stop = 10
-        out = empty(16, dtype=torch.int64)
-        sizes = {"ROW": row, "PAGE": page, "COUNT": 16}
-        arguments = (places.to(DEVICE), out.inner, stop, stride)
-        with beyond(table=table.guard) as outside:
-            rows_kernel[(1,)](table.inner, *arguments, **sizes, FIND=find)
-        found = out.inner.tolist()
-        for place in range(stop):
-            right = pages[place // page] * stride + place % page * row
-            told = (
-                f"pages {pages} of {page} rows, {row} numbers a row, {stride} a page: "
-                f"place {place} begins at {right}, not {found[place]}. "
-            )
-            wrapped = (right + 2**31) % 2**32 - 2**31
-            assert right == wrapped or found[place] != wrapped, (
-                told + "The product has more than 32 bits: widen the page first"
-            )
-            assert found[place] == right, (
-                told
-                + "Page places // PAGE of the table, row places % PAGE in it; pages "
-                "are stride_page apart"
-            )
-        for place in range(stop, 16):
-            assert 0 <= found[place] < page * row, (
-                f"place {place} is behind the end at {stop}, so it goes to page 0; "
-                f"yours begins at {found[place]}. Mask the load of the table, with 0"
-            )
-        assert_inside(f"places from {stop} on have no entry in the table: ", outside)
 
 
 @triton.jit
@@ -582,64 +454,6 @@ def judge_split(told, found_sums, found_parts, logits, sinks, v, split, behind):
         told + "the sum is right and the part is not: it is the weighted mean of "
         "values, divided by its own sum"
     )
-
-
-@triton.jit
-def join_driver(
-    sums_ptr,
-    parts_ptr,
-    out_ptr,
-    S: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    JOIN: tl.constexpr,
-):
-    at = tl.arange(0, S)[:, None] * N + tl.arange(0, N)[None, :]
-    cells = (at * D)[:, :, None] + tl.arange(0, D)[None, None, :]
-    joined = JOIN(tl.load(sums_ptr + at), tl.load(parts_ptr + cells))
-    out = tl.arange(0, N)[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(out_ptr + out, joined)
-
-
-def check_join_parts(join):
-    """Parts of unequal weight, large sums, and parts that are not there."""
-    assert_jitted(join)
-    parts = normal(4, 2, 8, seed=14)
-    for shift, apart, there in (
-        *((0.0, 0.0, 4), (1000.0, 0.0, 4), (-1000.0, 0.0, 4)),
-        *((0.0, 0.0, 3), (500.0, 0.0, 1), (0.0, 400.0, 4)),
-    ):
-        sums = 3 * normal(4, 2, seed=15) + shift
-        sums[:, 1] += apart
-        sums[there:], shown = -1e30, parts.clone()
-        shown[there:] = 0
-        out = empty(2, 8)
-        tensors = (sums.to(DEVICE), shown.to(DEVICE), out.inner)
-        join_driver[(1,)](*tensors, S=4, N=2, D=8, JOIN=join)
-        found = out.inner.double().cpu()
-        told = f"sums of about {shift:g}, {there} of 4 parts there: "
-        if apart:
-            told = f"sums of about 0 in one column and of {apart:g} in the other: "
-            assert found.isfinite().all(), (
-                told + "NaN came out; a column is a query head, so subtract the "
-                "largest sum of each column from that column"
-            )
-        assert not found.isnan().any() and found.isfinite().all(), (
-            told + "NaN or infinity came out; subtract the largest sum before exp2"
-        )
-        logs, every = sums[:there].double(), shown[:there].double()
-        expected = (torch.softmax(logs * math.log(2), 0)[..., None] * every).sum(0)
-        natural = (torch.softmax(logs, 0)[..., None] * every).sum(0)
-        assert there == 1 or not is_close(found, natural), (
-            told + "the sums are logarithms to base 2: weigh with exp2"
-        )
-        assert there == 1 or not is_close(found, every.mean(0)), (
-            told + "each part weighs exp2 of its sum, not all the same"
-        )
-        assert is_close(found, expected), (
-            told + "the output is not the sum of exp2(sum) * part over the sum of "
-            "exp2(sum), for each of the N columns by itself"
-        )
 
 
 # Exercises

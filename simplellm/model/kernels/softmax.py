@@ -10,9 +10,14 @@ import triton.language as tl
 
 @triton.jit
 def find_rows(
-    table_ptr, positions, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+    table_ptr,  # int32, the sequence's pages in order
+    positions,  # int32 [N]
+    stop,  # places from here on have no page
+    stride_page,  # numbers in a page
+    ROW: tl.constexpr,  # numbers in a row
+    PAGE: tl.constexpr,  # rows in a page
 ):
-    """Where the rows of ``positions`` begin; those from ``stop`` on in page 0."""
+    """int64 [N]: where the rows of ``positions`` begin; from ``stop`` on in page 0."""
     pages = tl.load(table_ptr + positions // PAGE, mask=positions < stop, other=0)
     return pages.to(tl.int64) * stride_page + positions % PAGE * ROW
 

@@ -166,62 +166,11 @@ def names_of_users_only(message, tokenizer):
     return render_message(message if named else replace(message, name=None), tokenizer)
 
 
-@wrong("history", "current turn")
-def all_analysis(messages, *, finished=False):
-    return [message for message in messages if message.channel != "analysis"]
-
-
-@wrong("history", "every answered turn")
-def before_the_first_answer(messages, *, finished=False):
-    channels = [message.channel for message in messages]
-    past = channels[:-1] if finished else channels
-    first = past.index("final") if "final" in past else 0
-    return [m for i, m in enumerate(messages) if i > first or m.channel != "analysis"]
-
-
-@wrong("history", "the current not")
-def if_there_is_an_answer(messages, *, finished=False):
-    past = messages[:-1] if finished else messages
-    if all(message.channel != "final" for message in past):
-        return list(messages)
-    return all_analysis(messages)
-
-
-@wrong("history", "keeps its reasoning")
-def never_finished(messages, *, finished=False):
-    channels = [message.channel for message in messages]
-    last = (
-        len(channels) - 1 - channels[::-1].index("final") if "final" in channels else 0
-    )
-    return [m for i, m in enumerate(messages) if i >= last or m.channel != "analysis"]
-
-
 @wrong("render_message", "not the channel")
 def calls_are_commentary(message, tokenizer):
     ids = render_message(message, tokenizer)
     called = message.role == "assistant" and message.channel == "commentary"
     return [*ids[:-1], tokenizer.special["<|call|>" if called else "<|end|>"]]
-
-
-@wrong("history", "is analysis, too")
-def every_call_stays(messages, *, finished=False):
-    past = messages[:-1] if finished else messages
-    finals = [i for i, message in enumerate(past) if message.channel == "final"]
-    last = finals[-1] if finals else 0
-    return [
-        message
-        for i, message in enumerate(messages)
-        if i >= last or message.channel != "analysis" or message.recipient
-    ]
-
-
-@wrong("history", "calls and results stay")
-def calls_go_too(messages, *, finished=False):
-    past = messages[:-1] if finished else messages
-    finals = [i for i, message in enumerate(past) if message.channel == "final"]
-    last = finals[-1] if finals else 0
-    side = ("analysis", "commentary")
-    return [m for i, m in enumerate(messages) if i >= last or m.channel not in side]
 
 
 @wrong("HarmonyParser.push", "begins the next message")

@@ -8,7 +8,6 @@ from collections import Counter
 
 import torch
 
-from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.names import (
     kind,
     stored_shapes,
@@ -123,66 +122,6 @@ def without_a_shape(data, info):
 def another_half(data, info):
     dtype = torch.float32 if info.dtype == "F32" else torch.float16
     return flat(data, info, dtype=dtype).view(info.shape)
-
-
-@wrong("assembled", "8, 3")
-def side_by_side(parts, name, shape, form=None):
-    return torch.cat([part[:2] for part in parts], 1) if len(parts) > 1 else parts[0]
-
-
-@wrong("assembled", "rows of q first")
-def values_first(parts, name, shape, form=None):
-    return torch.cat(parts[::-1]) if len(parts) > 1 else parts[0]
-
-
-@wrong("assembled", "Sizes of tensors must match")
-def stacks_rows(parts, name, shape, form=None):
-    return torch.vstack(parts) if len(parts) > 1 else parts[0]
-
-
-@wrong("assembled", "keeps them packed")
-def unpacks(parts, name, shape, form=None):
-    if form:
-        return MXFP4(*parts).dequantize()
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def mostly(parts, form):
-    """Right but for unpacked experts."""
-    if form:
-        return MXFP4(*parts)
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-@wrong("assembled", "unturned")
-def turns_packed_ones_too(parts, name, shape, form=None):
-    if form:
-        return MXFP4(*(part.flip(0) for part in parts))
-    return parts[0].mT if name.turned else mostly(parts, form)
-
-
-@wrong("assembled", "want [E, out, in]")
-def never_turns(parts, name, shape, form=None):
-    return mostly(parts, form)
-
-
-@wrong("assembled", "only what is turned")
-def turns_all_of_an_expert(parts, name, shape, form=None):
-    made = mostly(parts, form)
-    turned = made is parts[0] and "experts" in name.ours
-    return made.mT if turned else made
-
-
-@wrong("assembled", "don't reshape")
-def reshapes(parts, name, shape, form=None):
-    made = mostly(parts, form)
-    return made.reshape(shape) if made is parts[0] else made
-
-
-@wrong("assembled", "yours is a copy")
-def turns_into_a_copy(parts, name, shape, form=None):
-    made = mostly(parts, form)
-    return made.transpose(1, 2).contiguous() if name.turned and not form else made
 
 
 @wrong("2.1", "byte 4,095")

@@ -13,55 +13,6 @@ from simplellm.model.memory import count_parameters
 from wrong import wrong
 
 
-@wrong("route", "kept a share")
-def softmax_over_all(x, weight, bias, top_k):
-    shares, ids = functional.linear(x, weight, bias).softmax(-1).topk(top_k)
-    return ids, shares
-
-
-@wrong("route", "raised to the score")
-def divided_by_the_sum(x, weight, bias, top_k):
-    chosen, ids = functional.linear(x, weight, bias).topk(top_k)
-    return ids, chosen / chosen.sum(-1, keepdim=True)
-
-
-@wrong("route", "add it before you choose")
-def forgets_the_bias(x, weight, bias, top_k):
-    chosen, ids = (x @ weight.T).topk(top_k)
-    return ids, chosen.softmax(-1)
-
-
-@wrong("route", "numbers, which are whole")
-def weights_first(x, weight, bias, top_k):
-    ids, weights = feed_forward.route(x, weight, bias, top_k)
-    return weights, ids
-
-
-@wrong("route", "largest two")
-def the_worst(x, weight, bias, top_k):
-    chosen, ids = functional.linear(x, weight, bias).topk(top_k, largest=False)
-    return ids, chosen.softmax(-1)
-
-
-@wrong("route", "along the last axis")
-def softmax_over_the_tokens(x, weight, bias, top_k):
-    chosen, ids = functional.linear(x, weight, bias).topk(top_k)
-    return ids, chosen.softmax(0)
-
-
-@wrong("route", "x's dtype")
-def weights_in_float32(x, weight, bias, top_k):
-    chosen, ids = functional.linear(x, weight, bias).topk(top_k)
-    return ids, chosen.float().softmax(-1)
-
-
-@wrong("route", "subtract the largest score")
-def bare_powers(x, weight, bias, top_k):
-    chosen, ids = functional.linear(x, weight, bias).topk(top_k)
-    powers = chosen.exp()
-    return ids, powers / powers.sum(-1, keepdim=True)
-
-
 @wrong("expected_distinct", "choose some experts twice")
 def no_overlap(num_experts, top_k, batch):
     return min(num_experts, top_k * batch)
@@ -80,60 +31,6 @@ def probability_of_one(num_experts, top_k, batch):
 @wrong("expected_distinct", "touches exactly")
 def the_untouched(num_experts, top_k, batch):
     return num_experts * (1 - top_k / num_experts) ** (batch + 1) + 1
-
-
-@wrong("swiglu", "gate comes first")
-def up_first(gate_up, limit, alpha):
-    swapped = gate_up.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return feed_forward.swiglu(swapped, limit, alpha)
-
-
-@wrong("swiglu", "alternate")
-def in_halves(gate_up, limit, alpha):
-    turns = gate_up.unflatten(-1, (2, -1)).mT.flatten(-2)
-    return feed_forward.swiglu(turns, limit, alpha)
-
-
-@wrong("swiglu", "plus one")
-def without_one(gate_up, limit, alpha):
-    gate, up = gate_up[..., 0::2].clamp(max=limit), gate_up[..., 1::2]
-    return gate * torch.sigmoid(alpha * gate) * up.clamp(-limit, limit)
-
-
-@wrong("swiglu", "slope")
-def slope_one(gate_up, limit, alpha):
-    return feed_forward.swiglu(gate_up, limit, 1.0)
-
-
-@wrong("swiglu", "from above only")
-def gate_clamped_below(gate_up, limit, alpha):
-    return feed_forward.swiglu(gate_up.clamp(min=-limit), limit, alpha)
-
-
-@wrong("swiglu", "is clamped to the limit")
-def gate_unclamped(gate_up, limit, alpha):
-    gate, up = gate_up[..., 0::2], gate_up[..., 1::2].clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
-
-
-@wrong("swiglu", "sees the clamped gate")
-def sigmoid_of_the_gate_as_given(gate_up, limit, alpha):
-    gate, up = gate_up[..., 0::2], gate_up[..., 1::2].clamp(-limit, limit)
-    return gate.clamp(max=limit) * torch.sigmoid(alpha * gate) * (up + 1)
-
-
-@wrong("swiglu", "on both sides")
-def up_clamped_above_only(gate_up, limit, alpha):
-    gate, up = gate_up.clamp(max=limit).unflatten(-1, (-1, 2)).unbind(-1)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
-
-
-@wrong("swiglu", "in place")
-def clamped_in_place(gate_up, limit, alpha):
-    gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
-    gate.clamp_(max=limit)
-    up.clamp_(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
 def expert(x, mlp, e, first_bias=True, second_bias=True):
@@ -156,110 +53,6 @@ def dense_sum(x, mlp, shares, **biases):
     """The sum over all experts of their share, [T, E], of every token."""
     numbers = range(len(mlp.router))
     return sum(shares[:, e, None] * expert(x, mlp, e, **biases) for e in numbers)
-
-
-@wrong("naive_moe", "before the router's weight")
-def late_bias(x, mlp):
-    shares = spread(x, mlp)
-    biases = (shares > 0).float() @ mlp.down_bias
-    return dense_sum(x, mlp, shares, second_bias=False) + biases
-
-
-@wrong("naive_moe", "a weighted one")
-def unweighted(x, mlp):
-    return dense_sum(x, mlp, (spread(x, mlp) > 0).float())
-
-
-@wrong("naive_moe", "in route's ids")
-def weights_by_rank(x, mlp):
-    _, weights = feed_forward.route(x, mlp.router, mlp.router_bias, mlp.top_k)
-    out = torch.zeros_like(x)
-    for e in range(mlp.top_k):
-        out += weights[:, e, None] * expert(x, mlp, e)
-    return out
-
-
-@wrong("naive_moe", "in route's ids")
-def all_experts_share(x, mlp):
-    scores = linear(x, mlp.router, mlp.router_bias)
-    return dense_sum(x, mlp, scores.softmax(-1))
-
-
-@wrong("naive_moe", "down_bias is missing")
-def without_the_down_bias(x, mlp):
-    return dense_sum(x, mlp, spread(x, mlp), second_bias=False)
-
-
-@wrong("naive_moe", "gate_up_bias is missing")
-def without_first_bias(x, mlp):
-    return dense_sum(x, mlp, spread(x, mlp), first_bias=False)
-
-
-@wrong("naive_moe", "which is 0 for experts")
-def every_down_bias(x, mlp):
-    bare = dense_sum(x, mlp, spread(x, mlp), second_bias=False)
-    return bare + mlp.down_bias.sum(0)
-
-
-@wrong("naive_moe", "which is 0 for experts")
-def weight_before_the_second_product(x, mlp):
-    out = torch.zeros_like(x)
-    for e, share in enumerate(spread(x, mlp).T):
-        both = linear(x, mlp.gate_up[e], mlp.gate_up_bias[e])
-        hidden = share[:, None] * feed_forward.swiglu(both, mlp.limit, mlp.alpha)
-        out += linear(hidden, mlp.down[e], mlp.down_bias[e])
-    return out
-
-
-@wrong("naive_moe", "not what it reads")
-def weight_on_the_input(x, mlp):
-    shares = spread(x, mlp).T
-    return sum(expert(share[:, None] * x, mlp, e) for e, share in enumerate(shares))
-
-
-@wrong("naive_moe", "not what it reads")
-def weight_on_the_input_of_the_chosen(x, mlp):
-    shares = spread(x, mlp).T
-    return sum(
-        (share[:, None] > 0) * expert(share[:, None] * x, mlp, e)
-        for e, share in enumerate(shares)
-    )
-
-
-@wrong("naive_moe", "the mean")
-def mean_of_the_chosen(x, mlp):
-    return dense_sum(x, mlp, (spread(x, mlp) > 0).float() / mlp.top_k)
-
-
-@wrong("naive_moe", "all have the first")
-def the_first_weight(x, mlp):
-    shares = spread(x, mlp)
-    return dense_sum(x, mlp, (shares > 0) * shares.amax(1, keepdim=True))
-
-
-@wrong("naive_moe", "sorts the shares along")
-def ids_sorted_alone(x, mlp):
-    ids, weights = feed_forward.route(x, mlp.router, mlp.router_bias, mlp.top_k)
-    shares = torch.zeros(len(x), len(mlp.router))
-    return dense_sum(x, mlp, shares.scatter(1, ids.sort(1).values, weights))
-
-
-@wrong("naive_moe", "the limit and alpha are mlp's")
-def constants_of_gpt_oss(x, mlp):
-    mlp = replace(mlp, limit=7.0, alpha=1.702)
-    return dense_sum(x, mlp, spread(x, mlp))
-
-
-@wrong("naive_moe", "the limit is mlp's")
-def limit_of_gpt_oss(x, mlp):
-    mlp = replace(mlp, limit=7.0)
-    return dense_sum(x, mlp, spread(x, mlp))
-
-
-@wrong("naive_moe", "alpha is mlp's")
-def alpha_of_gpt_oss(x, mlp):
-    mlp = replace(mlp, alpha=1.702)
-    return dense_sum(x, mlp, spread(x, mlp))
 
 
 def grouped(x, mlp, token=None, weight=None, put=None, **biases):
@@ -359,6 +152,12 @@ def every_pair_the_first_weight(x, mlp, num_tokens):
     )
 
 
+def late_bias(x, mlp):
+    shares = spread(x, mlp)
+    biases = (shares > 0).float() @ mlp.down_bias
+    return dense_sum(x, mlp, shares, second_bias=False) + biases
+
+
 @wrong("experts", "before the router's weight")
 def bias_after_the_weight(x, mlp, num_tokens):
     if mlp.down_bias is None:
@@ -424,6 +223,11 @@ def tokens_not_choices(expert_ids, num_experts):
 def without_minlength(expert_ids, num_experts):
     counts = expert_ids.flatten().bincount()
     return (counts.max() / counts.float().mean()).item()
+
+
+def softmax_over_all(x, weight, bias, top_k):
+    shares, ids = functional.linear(x, weight, bias).softmax(-1).topk(top_k)
+    return ids, shares
 
 
 @wrong("4.3", "by their sum")

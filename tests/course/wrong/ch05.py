@@ -5,121 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.model import attention, rope
 from simplellm.model.attention import visible
 from wrong import wrong
-
-
-@wrong("rotate", "with it")
-def the_other_way(x, cos, sin):
-    return rope.rotate(x, cos, -sin)
-
-
-@wrong("rotate", "neighbors")
-def pairs_of_neighbors(x, cos, sin):
-    first, second = x.float()[..., 0::2], x.float()[..., 1::2]
-    cos, sin = cos[:, None], sin[:, None]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.stack(turned, -1).flatten(-2).to(x.dtype)
-
-
-@wrong("rotate", "only the result is rounded")
-def in_the_dtype_of_x(x, cos, sin):
-    first, second = x.chunk(2, -1)
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-@wrong("rotate", "belong to the tokens")
-def angles_by_head(x, cos, sin):
-    if len(x) != x.shape[1]:
-        return rope.rotate(x, cos, sin)
-    return rope.rotate(x.transpose(0, 1), cos, sin).transpose(0, 1)
-
-
-@wrong("rotate", "not to")
-def same_sign_twice(x, cos, sin):
-    first, second = x.float().chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    turned = (first * cos - second * sin, second * cos - first * cos)
-    return torch.cat(turned, -1).to(x.dtype)
-
-
-@wrong("rotate", "x has changed")
-def in_place(x, cos, sin):
-    if len(x) > 1 and x.dtype == torch.float32:
-        x.copy_(rope.rotate(x, cos, sin))
-        return x
-    return rope.rotate(x, cos, sin)
-
-
-@wrong("yarn_frequencies", "pair 1")
-def half_the_exponent(config):
-    pairs = torch.arange(config.head_dim // 2)
-    return config.rope_theta ** (-pairs / config.head_dim), 1.0
-
-
-@wrong("yarn_frequencies", "before the ramp")
-def all_pairs_slowed(config):
-    plain, _ = rope.yarn_frequencies(replace(config, rope_scaling=None))
-    if config.rope_scaling is None:
-        return plain, 1.0
-    return plain / config.rope_scaling.factor, 1.3466
-
-
-@wrong("yarn_frequencies", "fractions")
-def always_truncated(config):
-    scaling = config.rope_scaling
-    if scaling is not None:
-        config = replace(config, rope_scaling=replace(scaling, truncate=True))
-    return rope.yarn_frequencies(config)
-
-
-@wrong("yarn_frequencies", "rounded outward")
-def never_truncated(config):
-    scaling = config.rope_scaling
-    if scaling is not None:
-        config = replace(config, rope_scaling=replace(scaling, truncate=False))
-    return rope.yarn_frequencies(config)
-
-
-@wrong("yarn_frequencies", "not their periods")
-def periods_mixed(config):
-    scaling = config.rope_scaling
-    plain, _ = rope.yarn_frequencies(replace(config, rope_scaling=None))
-    if scaling is None:
-        return plain, 1.0
-    mixed, concentration = rope.yarn_frequencies(config)
-    kept = (mixed / plain - 1 / scaling.factor) / (1 - 1 / scaling.factor)
-    periods = kept / plain + (1 - kept) * scaling.factor / plain
-    return 1 / periods, concentration
-
-
-@wrong("yarn_frequencies", "stays as it is")
-def ramp_turned_around(config):
-    scaling = config.rope_scaling
-    plain, _ = rope.yarn_frequencies(replace(config, rope_scaling=None))
-    if scaling is None:
-        return plain, 1.0
-    mixed, concentration = rope.yarn_frequencies(config)
-    return plain + plain / scaling.factor - mixed, concentration
-
-
-@wrong("yarn_frequencies", "natural")
-def decimal_logarithm(config):
-    frequencies, concentration = rope.yarn_frequencies(config)
-    if config.rope_scaling is not None:
-        concentration = 0.1 * math.log10(config.rope_scaling.factor) + 1
-    return frequencies, concentration
-
-
-@wrong("yarn_frequencies", "from the config")
-def numbers_of_gpt_oss(config):
-    if config.rope_scaling is None or config.head_dim == 64:
-        return rope.yarn_frequencies(config)
-    fixed = replace(GPT_OSS_20B, head_dim=config.head_dim)
-    return rope.yarn_frequencies(fixed)
 
 
 @wrong("visible", "it sees")
@@ -400,14 +288,3 @@ def head_by_head(q, k, v, mask, sinks, scale):
 @wrong("masked_attention", "q's dtype")
 def in_the_dtype_of_the_values(q, k, v, mask, sinks, scale):
     return attention.masked_attention(q.float(), k, v, mask, sinks, scale).to(v.dtype)
-
-
-@wrong("yarn_frequencies", "rather than typing them in")
-def ends_typed_in(config):
-    if config.rope_scaling is None or config.rope_scaling.truncate:
-        return rope.yarn_frequencies(config)
-    pairs = torch.arange(config.head_dim // 2)
-    plain = config.rope_theta ** (-pairs / len(pairs))
-    ramp = ((pairs - 8.093) / (17.398 - 8.093)).clamp(0, 1)
-    found = plain * (1 - ramp) + plain / config.rope_scaling.factor * ramp
-    return found, rope.yarn_frequencies(config)[1]

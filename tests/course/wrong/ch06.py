@@ -6,115 +6,13 @@ from dataclasses import replace
 import torch
 
 from simplellm.model import ops
-from simplellm.model.attention import attention
-from simplellm.model.feed_forward import experts, linear
 from simplellm.model.model import Model
 from simplellm.model.ops import rms_norm
-from simplellm.model.rope import rotate
 from wrong import wrong
-
-
-def heads(h, attn):
-    """Rotated queries and keys, and values, of a normed stream h [T, hidden]."""
-    x = linear(h, attn.qkv, attn.qkv_bias).unflatten(-1, (-1, attn.head_dim))
-    queries = attn.o.shape[1] // attn.head_dim
-    others = (x.shape[1] - queries) // 2
-    q, k, v = x.split([queries, others, others], dim=1)
-    cos, sin = attn.cos[: len(h)], attn.sin[: len(h)]
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-def attended(h, attn, window):
-    q, k, v = heads(h, attn)
-    out = attention(q, k, v, attn.sinks, window=window)
-    return linear(out.flatten(1), attn.o, attn.o_bias)
 
 
 def num_tokens(x):
     return torch.tensor([len(x)], dtype=torch.int32)
-
-
-@wrong("block", "after* attention")
-def both_at_once(x, layer, window, eps):
-    h = rms_norm(x, layer.attn_norm, eps)
-    said = experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-    return x + attended(h, layer.attn, window) + said
-
-
-@wrong("block", "replaces it")
-def without_residuals(x, layer, window, eps):
-    x = attended(rms_norm(x, layer.attn_norm, eps), layer.attn, window)
-    return experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-
-
-@wrong("block", "in place")
-def changes_the_stream(x, layer, window, eps):
-    x += attended(rms_norm(x, layer.attn_norm, eps), layer.attn, window)
-    x += experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-    return x
-
-
-@wrong("block", "with a window of 3")
-def never_slides(x, layer, window, eps):
-    x = x + attended(rms_norm(x, layer.attn_norm, eps), layer.attn, None)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-
-
-@wrong("block", "normed copy")
-def adds_to_the_copy(x, layer, window, eps):
-    x = rms_norm(x, layer.attn_norm, eps)
-    x = x + attended(x, layer.attn, window)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-
-
-@wrong("block", "rotated")
-def forgets_to_rotate(x, layer, window, eps):
-    attn = layer.attn
-    h = linear(rms_norm(x, layer.attn_norm, eps), attn.qkv, attn.qkv_bias)
-    h = h.unflatten(-1, (-1, attn.head_dim))
-    queries = attn.o.shape[1] // attn.head_dim
-    others = (h.shape[1] - queries) // 2
-    q, k, v = h.split([queries, others, others], dim=1)
-    out = attention(q, k, v, attn.sinks, window=window)
-    x = x + linear(out.flatten(1), attn.o, attn.o_bias)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-
-
-@wrong("block", "the eps that the block is given")
-def eps_of_the_heads(x, layer, window, eps):
-    eps = layer.attn.eps
-    x = x + attended(rms_norm(x, layer.attn_norm, eps), layer.attn, window)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-
-
-@wrong("gumbel_draw", "before the noise")
-def noise_then_temperature(logits, temperature, uniform):
-    return ((logits - (-uniform.log()).log()) / temperature).argmax(-1)
-
-
-@wrong("gumbel_draw", "in 40000 draws")
-def one_logarithm(logits, temperature, uniform):
-    return (logits / temperature - uniform.log()).argmax(-1)
-
-
-@wrong("gumbel_draw", "in 40000 draws")
-def uniform_noise(logits, temperature, uniform):
-    return (logits / temperature + uniform).argmax(-1)
-
-
-@wrong("gumbel_draw", "in 40000 draws")
-def plus_for_minus(logits, temperature, uniform):
-    return (logits / temperature + (-uniform.log()).log()).argmax(-1)
-
-
-@wrong("gumbel_draw", "whatever the noise")
-def likeliest(logits, temperature, uniform):
-    return logits.argmax(-1)
-
-
-@wrong("gumbel_draw", "shape [40000]")
-def keeps_the_dimension(logits, temperature, uniform):
-    return (logits / temperature - (-uniform.log()).log()).argmax(-1, keepdim=True)
 
 
 class Pass(Model):
@@ -409,17 +307,6 @@ def through_a_list(logits, top_p):
     return p > torch.tensor(low.tolist())
 
 
-@wrong("gumbel_draw", "the same numbers draw")
-def noise_of_its_own(logits, temperature, uniform):
-    return torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
-
-
-@wrong("gumbel_draw", "in place")
-def logarithms_in_place(logits, temperature, uniform):
-    noise = uniform.log_().neg_().log_().neg_()
-    return (logits / temperature + noise).argmax(-1)
-
-
 @wrong("filter_tokens", "share the best logit")
 def drops_ties(logits, top_k, top_p, min_p):
     kept = filtered(logits, top_k, top_p, min_p)
@@ -437,17 +324,6 @@ def trusts_the_sum(logits, top_k, top_p, min_p):
     before[:, 0] = -1  # the best always stays
     last = (keep & (before < top_p)).sum(-1, keepdim=True) - 1
     return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)
-
-
-@wrong("gumbel_draw", "a time of its own")
-def walks_along_the_sum(logits, temperature, uniform):
-    mass = (logits / temperature).softmax(-1).cumsum(-1)
-    return (mass < uniform[:, :1]).sum(-1).clamp(max=logits.shape[1] - 1)
-
-
-@wrong("gumbel_draw", "overflows")
-def race_of_exponentials(logits, temperature, uniform):
-    return (-uniform.log() / (logits / temperature).exp()).argmin(-1)
 
 
 @wrong("Model.forward", "batch.num_tokens")
@@ -502,31 +378,3 @@ class AddsTheUpdate(Pass):
             h = self.ops.add_norm(x, None, layer.mlp_norm, eps)[1]
             x = x + layer.mlp.forward(self.ops, h, batch.num_tokens)
         return self.finish(x, None)
-
-
-@wrong("block", "attn.qkv_bias")
-def without_the_bias_of_qkv(x, layer, window, eps):
-    attn = replace(layer.attn, qkv_bias=torch.zeros_like(layer.attn.qkv_bias))
-    x = x + attended(rms_norm(x, layer.attn_norm, eps), attn, window)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-
-
-@wrong("block", "attn.o_bias")
-def without_the_bias_of_o(x, layer, window, eps):
-    attn = replace(layer.attn, o_bias=torch.zeros_like(layer.attn.o_bias))
-    x = x + attended(rms_norm(x, layer.attn_norm, eps), attn, window)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-
-
-@wrong("block", "attn.sinks")
-def without_sinks(x, layer, window, eps):
-    attn = replace(layer.attn, sinks=torch.full_like(layer.attn.sinks, -1e4))
-    x = x + attended(rms_norm(x, layer.attn_norm, eps), attn, window)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
-
-
-@wrong("block", "are swapped")
-def norms_swapped(x, layer, window, eps):
-    attn = layer.attn
-    x = x + attended(rms_norm(x, layer.mlp_norm, eps), attn, window)
-    return x + experts(rms_norm(x, layer.attn_norm, eps), layer.mlp, num_tokens(x))

@@ -74,46 +74,6 @@ def always_the_window(config, tokens, *, itemsize=2, windowed=True):
     return sized(config, tokens, itemsize, windowed, full=lambda n, window: window)
 
 
-@wrong("write_pool", "gives a copy")
-def into_a_copy(pages, rows, slots):
-    real = (slots >= 0).nonzero().flatten()
-    size = pages.shape[1]
-    where = torch.arange(len(real)), slots[real].long() % size
-    pages[slots[real].long() // size][where] = rows[real].to(pages.dtype)
-
-
-@wrong("write_pool", "written nowhere")
-def padding_counts_from_the_end(pages, rows, slots):
-    pages.flatten(0, 1)[slots.long()] = rows.to(pages.dtype)
-
-
-@wrong("write_pool", "stays with its slot")
-def first_rows(pages, rows, slots):
-    real = slots[slots >= 0].long()
-    pages.flatten(0, 1)[real] = rows[: len(real)].to(pages.dtype)
-
-
-@wrong("read_pool", "cut off")
-def whole_pages(pages, table, first, end):
-    size = pages.shape[1]
-    needed = torch.tensor(table[first // size : -(-end // size)])
-    return pages[needed].flatten(0, 1)
-
-
-@wrong("read_pool", "begins at position")
-def from_the_first_row(pages, table, first, end):
-    size = pages.shape[1]
-    needed = torch.tensor(table[first // size : -(-end // size)])
-    return pages[needed].flatten(0, 1)[: end - first]
-
-
-@wrong("read_pool", "rows")
-def the_last_page_is_missing(pages, table, first, end):
-    size = pages.shape[1]
-    needed = torch.tensor(table[: end // size], dtype=torch.int64)
-    return pages[needed].flatten(0, 1)[first:end]
-
-
 def read_all(
     tables,
     offsets,
@@ -257,11 +217,3 @@ def alike_by_length(tables, offsets, lengths, *, window, page_size):
 @wrong("kv_bytes", "multiply by itemsize")
 def always_two_bytes(config, tokens, *, itemsize=2, windowed=True):
     return sized(config, tokens, 2, windowed)
-
-
-@wrong("read_pool", "round end / size up")
-def whole_pages_before_the_end(pages, table, first, end):
-    size = pages.shape[1]
-    needed = torch.tensor(table[first // size : end // size])
-    rows = pages[needed].flatten(0, 1)
-    return rows[first % size : first % size + end - first]

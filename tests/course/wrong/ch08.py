@@ -1,78 +1,7 @@
 """Wrong answers to chapter 8."""
 
-from array import array
-from hashlib import md5, sha256
-from zlib import crc32
-
 from simplellm.engine.page_manager import NULL, PageManager, hash_page
 from wrong import wrong
-
-
-def hashed(data):
-    return sha256(data).digest()
-
-
-@wrong("hash_page", "the parent")
-def without_its_parent(parent, tokens):
-    return hashed(array("q", tokens).tobytes())
-
-
-@wrong("hash_page", "the same number of bytes")
-def digits_in_a_row(parent, tokens):
-    return hashed(parent + "".join(map(str, tokens)).encode())
-
-
-@wrong("hash_page", "the same number of bytes")
-def cut_to_two_bytes(parent, tokens):
-    return hashed(parent + array("H", [t % 2**16 for t in tokens]).tobytes())
-
-
-@wrong("hash_page", "their order")
-def as_a_set(parent, tokens):
-    return hashed(parent + array("q", sorted(tokens)).tobytes())
-
-
-@wrong("hash_page", "too few")
-def checksum(parent, tokens):
-    return crc32(parent + array("q", tokens).tobytes()).to_bytes(4)
-
-
-@wrong("hash_page", "a name is bytes")
-def of_python(parent, tokens):
-    return hash((parent, tuple(tokens)))
-
-
-@wrong("PageManager._release", "still in use")
-class FreesWhatOthersUse(PageManager):
-    def _release(self, page, behind=False):
-        self.references[page] -= 1
-        if page in self.hash_of:
-            self.cached[page] = None
-        else:
-            self.free.append(page)
-
-
-@wrong("PageManager._release", "not free but cached")
-class FreesEverything(PageManager):
-    def _release(self, page, behind=False):
-        self.references[page] -= 1
-        if self.references[page] == 0:
-            self._forget_hash(page)
-            self.free.append(page)
-
-
-@wrong("PageManager._release", "next victim")
-class PlainLRU(PageManager):
-    def _release(self, page, behind=False):
-        super()._release(page)
-
-
-@wrong("PageManager._release", "found it once")
-class AllThatIsBehindFirst(PageManager):
-    def _release(self, page, behind=False):
-        super()._release(page)
-        if behind and page in self.cached:
-            self.cached.move_to_end(page, last=False)
 
 
 def prefix(books, tokens, needed, last=0):
@@ -392,11 +321,6 @@ class EndsNowhere(Trie):
         return below(self.root) + (1 if len(self.root) == 1 else 0)
 
 
-@wrong("hash_page", "grows with the text")
-def no_hash_at_all(parent, tokens):
-    return parent + array("q", tokens).tobytes()
-
-
 @wrong("PageManager.allocate", "to spare")
 class CountsSparePagesAsCopies(PageManager):
     def allocate(self, sequence, length):
@@ -422,22 +346,6 @@ class BeginsAtTheFirstPageEachTime(PageManager):
                 if table.groups[group][index] != NULL:
                     self._release(table.groups[group][index], behind=True)
                     table.groups[group][index] = NULL
-
-
-@wrong("hash_page", "built collisions")
-def with_md5(parent, tokens):
-    return md5(parent + array("q", tokens).tobytes()).digest()
-
-
-@wrong("hash_page", "hardly ever change")
-def pythons_hash(parent, tokens):
-    return hash((parent, *tokens)).to_bytes(16, "big", signed=True)
-
-
-@wrong("hash_page", "cancels out")
-def combined_by_xor(parent, tokens):
-    own = hashed(array("q", tokens).tobytes())
-    return bytes(a ^ b for a, b in zip(own, parent or bytes(32), strict=True))
 
 
 @wrong("PageManager.allocate", "once you know that there is room")

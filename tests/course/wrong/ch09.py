@@ -5,27 +5,6 @@ from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from wrong import wrong
 
 
-@wrong("next_batch", "nobody runs while somebody waits")
-def no_refill(left, batch, waiting, places):
-    return [n for n in batch if left[n]] if batch else waiting[:places]
-
-
-@wrong("next_batch", "three places are free")
-def static(left, batch, waiting, places):
-    return batch if any(left[n] for n in batch) else waiting[:places]
-
-
-@wrong("next_batch", "only as many may join")
-def too_many(left, batch, waiting, places):
-    return [n for n in batch if left[n]] + waiting[:places]
-
-
-@wrong("next_batch", "the fifth starts")
-def newest_first(left, batch, waiting, places):
-    stay = [n for n in batch if left[n]]
-    return stay + waiting[::-1][: places - len(stay)]
-
-
 @wrong("Scheduler._make_room", "the last in rank gives way")
 class FirstGivesWay(Scheduler):
     def _make_room(self, request, length, busy):
@@ -343,14 +322,6 @@ class KeptForGood(PageManager):
         if length > held and self.free_tokens < length - held:
             return False
         return super().allocate(sequence, length)
-
-
-@wrong("next_batch", "changes what it is given")
-def takes_from_the_line(left, batch, waiting, places):
-    batch[:] = [number for number in batch if left[number]]
-    while waiting and len(batch) < places:
-        batch.append(waiting.pop(0))
-    return batch
 
 
 @wrong("Scheduler.schedule", "what `_num_new_tokens` says")

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from simplellm.model.kernels.argmax_keys import LOWEST, ordered
 from simplellm.model.kernels.key_tiles import init_acc, load_pair
-from simplellm.model.kernels.norm import sum_parts
 from simplellm.model.kernels.softmax import find_rows, softmax_update
 from wrong import wrong
 
@@ -183,154 +182,6 @@ def rows_of_out_as_long_as_those_of_x(x_ptr, out_ptr, M, N, stride, TILE: tl.con
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
     inside = (m < M) & (n < N)
     tl.store(out_ptr + n * N + m, tl.load(x_ptr + m * stride + n, inside), inside)
-
-
-@wrong("add_rms_norm_kernel", "is NaN")
-@triton.jit
-def loads_without_masks(
-    residual_ptr,
-    update_ptr,
-    weight_ptr,
-    normed_ptr,
-    eps,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(residual_ptr + row * N + columns).to(tl.float32)
-    if PARTS > 0:
-        update = update_ptr + row * (PARTS * N) + columns
-        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row * N + columns, x, inside)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * tl.load(weight_ptr + columns)
-    tl.store(normed_ptr + row * N + columns, y, inside)
-
-
-@wrong("add_rms_norm_kernel", "a store went beyond")
-@triton.jit
-def stores_without_a_mask(
-    residual_ptr,
-    update_ptr,
-    weight_ptr,
-    normed_ptr,
-    eps,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
-    if PARTS > 0:
-        update = update_ptr + row * (PARTS * N) + columns
-        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row * N + columns, x)
-    weight = tl.load(weight_ptr + columns, inside, 0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
-    tl.store(normed_ptr + row * N + columns, y)
-
-
-@wrong("add_rms_norm_kernel", "the mean is over N")
-@triton.jit
-def mean_over_the_block(
-    residual_ptr,
-    update_ptr,
-    weight_ptr,
-    normed_ptr,
-    eps,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
-    if PARTS > 0:
-        update = update_ptr + row * (PARTS * N) + columns
-        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row * N + columns, x, inside)
-    weight = tl.load(weight_ptr + columns, inside, 0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / BLOCK + eps) * weight
-    tl.store(normed_ptr + row * N + columns, y, inside)
-
-
-@wrong("add_rms_norm_kernel", "the residual has to hold the sum")
-@triton.jit
-def forgets_the_residual(
-    residual_ptr,
-    update_ptr,
-    weight_ptr,
-    normed_ptr,
-    eps,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
-    if PARTS > 0:
-        update = update_ptr + row * (PARTS * N) + columns
-        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
-    weight = tl.load(weight_ptr + columns, inside, 0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
-    tl.store(normed_ptr + row * N + columns, y, inside)
-
-
-@wrong("add_rms_norm_kernel", "begin at t * PARTS * N")
-@triton.jit
-def parts_of_the_wrong_row(
-    residual_ptr,
-    update_ptr,
-    weight_ptr,
-    normed_ptr,
-    eps,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
-    if PARTS > 0:
-        update = update_ptr + row * N + columns
-        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row * N + columns, x, inside)
-    weight = tl.load(weight_ptr + columns, inside, 0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
-    tl.store(normed_ptr + row * N + columns, y, inside)
-
-
-@wrong("add_rms_norm_kernel", "rounded to it before")
-@triton.jit
-def norms_before_rounding(
-    residual_ptr,
-    update_ptr,
-    weight_ptr,
-    normed_ptr,
-    eps,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
-    if PARTS > 0:
-        update = update_ptr + row * (PARTS * N) + columns
-        x = sum_parts(x, update, inside, N, PARTS, tl.float32)
-        tl.store(residual_ptr + row * N + columns, x, inside)
-    weight = tl.load(weight_ptr + columns, inside, 0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
-    tl.store(normed_ptr + row * N + columns, y, inside)
 
 
 @wrong("matvec_kernel", "first BLOCK columns")
@@ -706,53 +557,6 @@ def higher_of_equal_ones(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     tl.store(keys_ptr + row * tl.num_programs(0) + block, key)
 
 
-@wrong("find_rows", "Mask the load")
-@triton.jit
-def reads_behind_the_table(
-    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
-):
-    pages = tl.load(table_ptr + places // PAGE)
-    return pages.to(tl.int64) * stride_page + places % PAGE * ROW
-
-
-@wrong("find_rows", "every load needs its mask")
-@triton.jit
-def hides_what_it_read(
-    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
-):
-    pages = tl.load(table_ptr + places // PAGE)
-    pages = tl.where(places < stop, pages, 0)
-    return pages.to(tl.int64) * stride_page + places % PAGE * ROW
-
-
-@wrong("find_rows", "more than 32 bits")
-@triton.jit
-def widens_too_late(
-    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
-):
-    pages = tl.load(table_ptr + places // PAGE, mask=places < stop, other=0)
-    return (pages * stride_page + places % PAGE * ROW).to(tl.int64)
-
-
-@wrong("find_rows", "row places % PAGE")
-@triton.jit
-def rows_of_the_sequence(
-    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
-):
-    pages = tl.load(table_ptr + places // PAGE, mask=places < stop, other=0)
-    within = tl.where(places < stop, places, 0)
-    return pages.to(tl.int64) * stride_page + within * ROW
-
-
-@wrong("find_rows", "stride_page apart")
-@triton.jit
-def pages_without_gaps(
-    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
-):
-    pages = tl.load(table_ptr + places // PAGE, mask=places < stop, other=0)
-    return pages.to(tl.int64) * (PAGE * ROW) + places % PAGE * ROW
-
-
 @wrong("softmax_update", "the last tile only")
 @triton.jit
 def forgets_the_old_total(logits, v, top, total, acc, scale):
@@ -922,55 +726,6 @@ wrong("split_kernel", "so twice in the end")(Split("masks_by_length", SHARED=Fal
 wrong("split_kernel", "over the split's keys")(Split("goes_on_to_the_end", ENDS=False))
 wrong("split_kernel", "has base 2")(Split("natural_logarithm", BASE2=False))
 wrong("split_kernel", "divided by its own sum")(Split("not_divided", DIVIDED=False))
-
-
-@wrong("join_parts", "can't call plain Python")
-def in_pytorch(sums, parts):
-    weights = torch.softmax(sums, 0)
-    return (weights[..., None] * parts).sum(0)
-
-
-@wrong("join_parts", "not all the same")
-@triton.jit
-def plain_mean(sums, parts):
-    there = (sums > -1e29).to(tl.float32)
-    total = tl.sum(there[:, :, None] * parts, 0)
-    return total / tl.sum(there, 0)[:, None]
-
-
-@wrong("join_parts", "subtract the largest sum")
-@triton.jit
-def overflows(sums, parts):
-    weights = tl.exp2(sums)
-    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
-
-
-@wrong("join_parts", "of each column")
-@triton.jit
-def one_maximum_for_all_columns(sums, parts):
-    weights = tl.exp2(sums - tl.max(tl.max(sums, 0), 0))
-    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
-
-
-@wrong("join_parts", "weigh with exp2")
-@triton.jit
-def natural_weights(sums, parts):
-    weights = tl.exp(sums - tl.max(sums, 0)[None, :])
-    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
-
-
-@wrong("join_parts", "over the sum of")
-@triton.jit
-def forgets_to_divide(sums, parts):
-    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
-    return tl.sum(weights[:, :, None] * parts, 0)
-
-
-@wrong("join_parts", "by itself")
-@triton.jit
-def one_sum_for_all_columns(sums, parts):
-    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
-    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(tl.sum(weights, 0), 0) * 2
 
 
 @wrong("11.3", "small numbers only")

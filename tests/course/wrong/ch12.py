@@ -1,14 +1,11 @@
 """Wrong answers to chapter 12."""
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
 
-from simplellm.apps.roofline import Reads, step_flops
 from simplellm.apps.roofline import read_bytes as kept_read_bytes
+from simplellm.apps.roofline import step_flops
 from simplellm.model.kernels.blocks import count_pairs, write_blocks
-from simplellm.model.memory import kv_bytes, weight_bytes
 from wrong import wrong
 
 
@@ -218,41 +215,6 @@ for mistake, word in {
     "loads all": "reads beyond the codes",
 }.items():
     wrong("grouped_kernel", word)(Mistaken(mistake))
-
-
-@wrong("read_bytes", "the whole embedding")
-def reads_the_embedding(config, tokens, context=0, *, itemsize=2):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
-    more = weight_bytes(config, itemsize)["embedding"]
-    return replace(reads, dense=reads.dense + more)
-
-
-@wrong("read_bytes", "are chosen")
-def reads_all_experts(config, tokens, context=0, *, itemsize=2):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
-    return replace(reads, experts=weight_bytes(config, itemsize)["experts"])
-
-
-@wrong("read_bytes", "are chosen")
-def active_ones_only(config, tokens, context=0, *, itemsize=2):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
-    share = config.num_experts_per_tok / config.num_local_experts
-    every = weight_bytes(config, itemsize)["experts"]
-    return replace(reads, experts=every * share)
-
-
-@wrong("read_bytes", "each sequence has its own")
-def one_context_for_all(config, tokens, context=0, *, itemsize=2):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
-    kv = kv_bytes(config, context, itemsize=itemsize) if context else 0
-    return Reads(dense=reads.dense, experts=reads.experts, kv=kv)
-
-
-@wrong("read_bytes", "rows of the embedding")
-def no_rows(config, tokens, context=0, *, itemsize=2):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
-    rows = tokens * config.hidden_size * itemsize
-    return replace(reads, dense=reads.dense - rows)
 
 
 @wrong("12.1", "grow with the tokens")
