@@ -16,6 +16,7 @@ from simplellm.apps.roofline import Machine, read_bytes, step_flops
 from simplellm.checkpoint.families.gpt_oss import MODELS
 
 RECORDS = {"gpt-oss-120b": "12-bench", "gpt-oss-20b": "12-bench-20b"}
+H100 = "12-bench-h100"
 PICTURE = "headline"
 TABULATED = (1, 8, 64, 256)  # batch sizes; the picture has all
 LOADS = "512 at once", "2 a second", "8 a second"
@@ -103,6 +104,16 @@ def version(model: str, vllm: dict[str, Any]) -> str:
     return next(row["vllm"] for row in vllm["prefill"] if row["model"] == model)
 
 
+def card(report: dict[str, Any]) -> str:
+    """ "H100" of "NVIDIA H100 80GB HBM3"."""
+    return str(report["device"]["name"]).split()[1]
+
+
+def name_and_limit(report: dict[str, Any]) -> tuple[str, str]:
+    """What the table calls this engine's row, and that of the limit."""
+    return f"**{report['model']}, {card(report)}**", f"the {card(report)}'s limit"
+
+
 def rows(report: dict[str, Any], vllm: dict[str, Any]) -> list[list[str]]:
     """Three lines of the table: this engine, vLLM, the limit."""
     decode = {p.batch: p for p in points(report, vllm)}
@@ -112,10 +123,27 @@ def rows(report: dict[str, Any], vllm: dict[str, Any]) -> list[list[str]]:
         [f"{getattr(column, which):,.0f}" for column in columns]
         for which in ("ours", "vllm", "limit")
     )
+    name, limits = name_and_limit(report)
     return [
-        [f"**{report['model']}**", *(f"**{x}**" for x in (*ours, f"{ours_ms:.0f} ms"))],
+        [name, *(f"**{x}**" for x in (*ours, f"{ours_ms:.0f} ms"))],
         [f"vLLM {version(report['model'], vllm)}", *theirs, vllm_first],
-        ["the GPU's limit", *limit, ""],
+        [limits, *limit, ""],
+    ]
+
+
+def rows_alone(report: dict[str, Any]) -> list[list[str]]:
+    """Two lines, of a card on which vLLM wasn't run: this engine, the limit."""
+    decode = {row["batch"]: row for row in report["decode"]}
+    one, many = report["prefill"][0], report["prefill"][-1]
+    columns = [*(decode[batch] for batch in TABULATED), many]
+    ours, limit = (
+        [f"{column[which]:,.0f}" for column in columns]
+        for which in ("tokens_per_second", "limit")
+    )
+    name, limits = name_and_limit(report)
+    return [
+        [name, *(f"**{x}**" for x in (*ours, f"{one['ttft_ms']:.0f} ms"))],
+        [limits, *limit, ""],
     ]
 
 
@@ -135,24 +163,10 @@ def described(figures: Path) -> str:
     )
 
 
-def smaller(report: dict[str, Any]) -> str:
-    """A sentence on a GPU with less memory."""
-    decode = [
-        f"{row['tokens_per_second']:,.0f} at batch {row['batch']}"
-        for row in report["decode"]
-    ]
-    decode[0] = decode[0].replace(" at", " tokens a second at")
-    last = report["prefill"][-1]
-    return (
-        f"{report['model']} also fits into one {report['device']['name']}, which gives "
-        f"{', '.join(decode)} and {last['tokens_per_second']:,.0f} in prefill."
-    )
-
-
 def reach(figures: Path) -> str:
     """A paragraph on the engine's speed with the larger model, for a first page."""
     report, vllm = read(figures, "12-bench"), read(figures, "vllm-h200")
-    h100 = {row["batch"]: row for row in read(figures, "12-bench-h100")["decode"]}
+    h100 = {row["batch"]: row for row in read(figures, H100)["decode"]}
     decode = {point.batch: point for point in points(report, vllm)}
     one, many = decode[TABULATED[0]], decode[TABULATED[-1]]
     alone, crowd = h100[one.batch], h100[many.batch]
@@ -181,8 +195,11 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         "prefill, 32 x 2,048",
         "first token after 2,048",
     ]
-    lines = [line for report in reports for line in rows(report, vllm)]
+    smaller = read(figures, H100)
+    lines = rows_alone(smaller)
+    lines += [line for report in reports for line in rows(report, vllm)]
     run = reports[0]
+    dates = dict.fromkeys([smaller["date"], run["date"]])
     compiled, cached = (read(figures, "12-start")["starts"][i] for i in (0, 1))
     memory = read(figures, "12-memory")
     runs = " and ".join(
@@ -191,15 +208,15 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
     kernels = "{}, {} and {}".format(*map(str.capitalize, vllm["kernels"]))
     taken = memory["memory"]["process"] + memory["memory"]["context"]
     speed = (
-        f"Recorded {run['date']} on one {run['device']['name']} with torch "
+        f"Recorded {' and '.join(dates)} on one NVIDIA H100 and one H200 with torch "
         f"{run['versions']['torch']} and triton {run['versions']['triton']}: random "
         "weights in the real shapes, distinct prompts of "
         f"{run['plan']['input_len']} tokens, {run['plan']['output_len']} new ones "
         "each, greedy; batch size over the median step. The limit is the speed at "
         "which a step takes exactly as long as reading its bytes once or doing its "
         "arithmetic, whichever is longer, at the read and matmul speeds measured in "
-        f"the same run. vLLM's numbers were recorded once, {runs}, on the same kind "
-        "of GPU, not necessarily the same card; in the picture the older ones fill in "
+        f"the same run. vLLM's numbers were recorded once, {runs}, on an H200, "
+        "not necessarily the same card; in the picture, of the H200, the older ones fill in "
         "the batch sizes that the newer one didn't run. vLLM has several kernels for "
         f"the experts, {kernels}; each number is from the fastest of those that ran. "
         f"Its runs make {VLLM_LENGTHS[1]} new tokens, so their contexts are shorter "
@@ -215,7 +232,7 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         "GiB of the GPU's memory, weights and all."
     )
     picture = f"![{described(figures)}](../figures/{PICTURE}.svg)"
-    parts = speed, smaller(read(figures, "12-bench-h100")), start
+    parts = speed, start
     text = "\n\n".join(
         [picture, *(fill(part, 88, break_on_hyphens=False) for part in parts)]
     )

@@ -49,7 +49,7 @@ from cells import EDITION, FENCE, Cell, chapter_files, committed
 from mine import ask
 
 LEFT_OUT = {"__pycache__", ".ipynb_checkpoints", "tutor.md"}
-NO_PAGES = {"SUMMARY.md", "manual.md", "models.md", "speed.md"}  # the book's
+NO_PAGES = {"SUMMARY.md", "manual.md", "models.md"}  # the book's
 OURS = "course/ours.json"  # our versions by name
 DETAILS = re.compile(r"^<details>.*?^</details>\n*", re.MULTILINE | re.DOTALL)
 OUTSIDE = re.compile(r"(?<=\]\()\.\./(?=figures/)")

@@ -106,6 +106,15 @@ def test_outputs_stand_below_their_cells():
     assert "#|" not in made
 
 
+def test_what_is_printed_between_tables_stays_between_them():
+    shown = {"output_type": "display_data", "data": {"text/plain": "table"}}
+    warning = {**stream("careful\n"), "name": "stderr"}
+    given = [stream("a\n"), stream("b\n"), shown, stream("c\n"), warning, stream("d\n")]
+    assert execute.joined(given) == [
+        *(stream("a\nb\n"), shown, stream("c\n"), warning, stream("d\n")),
+    ]
+
+
 def test_exported_cells_name_the_module():
     source = (
         "```python\n#| default_exp a\n#| export\nx = 1\n```\n\n"

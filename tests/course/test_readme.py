@@ -156,10 +156,12 @@ def test_speed_follows_its_records(tmp_path):
     record.write_text(json.dumps(report), encoding="utf-8")
     headers, rows, below = headline.section(tmp_path)
     assert headers[1] == "batch 1"
-    assert [row[:2] for row in rows[:3]] == [
-        ["**gpt-oss-120b**", "**601**"],
+    assert [row[:2] for row in rows[:5]] == [
+        ["**gpt-oss-120b, H100**", "**435**"],
+        ["the H100's limit", "632"],
+        ["**gpt-oss-120b, H200**", "**601**"],
         ["vLLM 0.33.0", "244"],
-        ["the GPU's limit", "1,000"],
+        ["the H200's limit", "1,000"],
     ]
     assert "gpt-oss-120b: 60 and 26 at 1," in below
     first_page = " ".join(headline.reach(tmp_path).split())

@@ -111,6 +111,14 @@ def test_all_else_stays(empty: Path) -> None:
         assert made.count("<details>") == made.count("</details>")
 
 
+def test_links_lead_to_what_is_there(empty: Path) -> None:
+    fence = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    link = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
+    for page in empty.glob("*.md"):
+        for target in link.findall(fence.sub("", page.read_text("utf-8"))):
+            assert (empty / target).exists(), f"{page.name}: {target}"
+
+
 def names_read(table: symtable.SymbolTable) -> Iterator[str]:
     """The names that code reads and binds nowhere but in the module."""
     for symbol in table.get_symbols():

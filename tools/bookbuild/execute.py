@@ -55,6 +55,21 @@ def fingerprint(root: Path, notebook: nbformat.NotebookNode) -> str:
     return digest.hexdigest()
 
 
+def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a cell gave, with neighbors of one stream in one piece.
+
+    Only neighbors: what is printed between two tables belongs between them.
+    """
+    found: list[dict[str, Any]] = []
+    for output in outputs:
+        before = found[-1] if found else {}
+        if output["output_type"] == "stream" and before.get("name") == output["name"]:
+            found[-1] = {**before, "text": before["text"] + output["text"]}
+        else:
+            found.append(output)
+    return found
+
+
 def outputs(root: Path, name: str, source: str) -> Outputs:
     """Outputs of each code cell of page ``name``, from the cache where it is current.
 
@@ -74,7 +89,7 @@ def outputs(root: Path, name: str, source: str) -> Outputs:
     run(root / "chapters", name, notebook)
     seconds = time.perf_counter() - start
     print(f"{name}: {len(cells)} cells in {seconds:.1f} s", file=sys.stderr)
-    found: Outputs = [cell.outputs for cell in cells]
+    found: Outputs = [joined(cell.outputs) for cell in cells]
     cached.parent.mkdir(parents=True, exist_ok=True)
     cached.write_text(json.dumps({"key": key, "outputs": found}), encoding="utf-8")
     return found
@@ -90,7 +105,6 @@ def run(folder: Path, name: str, notebook: nbformat.NotebookNode) -> None:
         notebook,
         km=manager,
         timeout=SECONDS_PER_CELL,
-        coalesce_streams=True,
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(folder)}},
     )
