@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = Path(__file__).parent / "book_fixture"
 sys.path.insert(0, str(ROOT / "tools"))
 
-from bookbuild import mdbook, page  # noqa: E402
+from bookbuild import execute, mdbook, page  # noqa: E402
 from bookbuild.check import check_html, parse  # noqa: E402
 from bookbuild.execute import BookError  # noqa: E402
 
