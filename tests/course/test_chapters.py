@@ -36,7 +36,11 @@ COSTS = [
     "measured wrongly",
     "measured here",
 ]
-CARDS = (["on an H100"], ["on an H200"], [])  # what was measured on one, if anything
+CARDS: tuple[list[str], ...] = (
+    ["on an H100"],
+    ["on an H200"],
+    [],
+)  # what was measured on one, if anything
 LINES_OF_A_CELL = 40
 EXPORTED_LINES = 320  # about 300 that the reader reads of what a chapter exports
 
