@@ -294,6 +294,12 @@ def test_any_tokens_make_a_text(
     for event in events(ids, reason):
         one_by_one.push(event)
     assert one_by_one.output() == output
+    unread = TextReply(asked(stops), TOKENIZER)
+    for number, event in enumerate(events(ids, reason, size)):
+        unread.take(event)
+        if number % 3 == size % 3:
+            assert output.text.startswith(unread.output().text)
+    assert unread.output() == output
 
 
 # Chat

@@ -26,13 +26,19 @@ END = object()  # behind the last part of an answer
 class Reader:
     """Makes one request's events into parts of a reply, and hands them to ``deliver``.
 
-    After the last one comes END, or what went wrong: an exception.
+    After the last one comes END, or what went wrong: an exception. Without ``parts``
+    only this comes.
     """
 
     def __init__(
-        self, request: Request, reply: Reply, deliver: Callable[[Any], object]
+        self,
+        request: Request,
+        reply: Reply,
+        deliver: Callable[[Any], object],
+        parts: bool = True,
     ) -> None:
         self.request, self.reply, self.deliver = request, reply, deliver
+        self.parts = parts
         self.error: Exception | None = None  # what went wrong
 
     def push(self, event: Event) -> bool:
@@ -43,8 +49,11 @@ class Reader:
                 self.deliver(event.error)
             return True
         try:
-            for part in self.reply.push(event):
-                self.deliver(part)
+            if self.parts:
+                for part in self.reply.push(event):
+                    self.deliver(part)
+            else:
+                self.reply.take(event)
             if self.reply.finish_reason is None:
                 return False
             self.deliver(END)
@@ -57,12 +66,12 @@ class Reader:
 
 
 def readers_of(
-    samples: Samples, deliver: Callable[[int, Any], object]
+    samples: Samples, deliver: Callable[[int, Any], object], parts: bool = True
 ) -> list[list[Reader]]:
     """A reader for each sample; ``deliver`` also gets its index among all."""
     index = itertools.count()
     return [
-        [Reader(*sample, partial(deliver, next(index))) for sample in group]
+        [Reader(*sample, partial(deliver, next(index)), parts) for sample in group]
         for group in samples
     ]
 

@@ -125,7 +125,7 @@ class FutureResult:
     ) -> None:
         assert future.delivery is not None
         self.delivery, self.result = future.delivery, result
-        self.samples = readers_of(samples, self.deliver)
+        self.samples = readers_of(samples, self.deliver, parts=False)
         readers = list(itertools.chain.from_iterable(self.samples))
         future.readers, self.left = readers, len(readers)  # replies to come
         self.bar = bar = future.bar
@@ -138,7 +138,7 @@ class FutureResult:
         self.future = weakref.ref(future, forget)
 
     def deliver(self, index: int, part: Any) -> None:
-        """Take a part of a reply, which keeps what is in it, END or an exception."""
+        """Take the end of a reply, which keeps what it got: END or an exception."""
         failed = isinstance(part, Exception)
         if part is END or failed:
             self.left -= 1

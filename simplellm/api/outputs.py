@@ -131,6 +131,13 @@ class BaseReply:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
+    def take(self, event: Event) -> None:
+        """As a reply's ``push``, where nobody wants the parts."""
+        self.push(event)
+
+    def push(self, event: Event) -> list[Any]:
+        raise NotImplementedError
+
     def scores(self, event: Event) -> list[TokenLogprobs] | None:
         """The log-probabilities of an event's tokens; None if nobody asked for them."""
         some = event.logprobs or ()

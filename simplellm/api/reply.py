@@ -29,12 +29,14 @@ class TextReply(BaseReply):
 
     Of the parts only what they hold is kept: each part is an object or two for Python's
     garbage collector, and with 100,000 of them it would look through all objects that
-    there are while every thread waits.
+    there are while every thread waits. Of tokens that came by `take`, text is made when
+    somebody asks for it.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         super().__init__(request, tokenizer)
         self._texts: list[str] = []
+        self._unread: list[int] = []  # tokens that are text soon
         self._stops = StopStrings.of(request.params)
         self._decoder: StreamDecoder | None = None
         if tokenizer is not None:
@@ -57,10 +59,29 @@ class TextReply(BaseReply):
             **self.origin() if self.finish_reason else {},
         )
 
+    def take(self, event: Event) -> None:
+        if self._stops.stops or self._decoder is None:  # which look at each token
+            self.push(event)
+        elif self.finish_reason is None:
+            self._unread += event.tokens
+            if event.finish_reason == "stop" and not self._stops.include:
+                del self._unread[-1:]  # it ends the text, and is no part of it
+            self.note(event, len(event.tokens), self.scores(event), None)
+            if event.finish_reason is not None:
+                self._read()
+                self._texts.append(self._decoder.flush())
+
+    def _read(self) -> None:
+        """Make text of all tokens that wait for it."""
+        if self._decoder is not None:
+            unread, self._unread = self._unread, []
+            self._texts += map(self._decoder.push, unread)
+
     def push(self, event: Event) -> list[RequestOutput]:
         """What ``event`` adds, in complete characters: one part."""
         if self.finish_reason is not None:
             return []
+        self._read()
         stops, text, count = self._stops, "", len(event.tokens)
         if self._decoder is not None:
             hidden = event.finish_reason == "stop" and not stops.include
@@ -79,6 +100,7 @@ class TextReply(BaseReply):
 
     def output(self) -> RequestOutput:
         """All that the events so far have given."""
+        self._read()
         return RequestOutput(
             text="".join(self._texts),
             prompt_token_ids=self.prompt_token_ids,
