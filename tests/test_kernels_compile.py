@@ -90,10 +90,9 @@ def join_case(batch, splits, heads=GPT_OSS):
 
 
 def verify_plan(batch, heads, window=None, places=4096 * 64):
-    kv_heads, group, dim = heads
-    tiles = decode.decode_tiles(batch, dim, window)
-    shape = batch, QUERIES, kv_heads * group, kv_heads, dim, places, 64, window
-    return verify.verify_plan(tiles, *shape, heads == GPT_OSS)
+    tiles = decode.decode_tiles(batch, heads[2], window)
+    sizes = sizes_of(heads, window)
+    return verify.verify_plan(tiles, batch, QUERIES, places // 64, sizes)
 
 
 def verify_case(batch, window=None, heads=GPT_OSS):

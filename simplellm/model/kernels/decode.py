@@ -6,7 +6,7 @@ group, D head_dim. Places and units are those of `simplellm.model.kernels.softma
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -382,6 +382,21 @@ class DecodePlan(NamedTuple):
     join_grid: tuple[int, int, int]
 
 
+def join_constants(
+    sizes: AttentionSizes, tiles: DecodeTiles, batch: int, splits: int
+) -> tuple[dict[str, Any], int]:
+    """What joins so many splits is compiled for; and the heads that a program takes."""
+    # A program for each head, or for each kv head if that would be too many.
+    heads = 1 if batch * sizes.K * sizes.G <= 512 else sizes.ROWS
+    most = power_of_two(splits)
+    # 4,096 numbers, 16 KB of parts, a warp
+    warps = min(32, max(1, most * heads * sizes.DIMS // 4096))
+    shared = ("K", "G", "D", "DIMS", "WINDOW")
+    constants = {name: getattr(sizes, name) for name in shared}
+    constants |= {"HEADS": heads, "SPLITS": most, "BLOCK": tiles.block}
+    return constants | {"num_warps": warps}, heads
+
+
 @cache
 def decode_plan(
     tiles: DecodeTiles, batch: int, pages: int, sizes: AttentionSizes
@@ -391,18 +406,16 @@ def decode_plan(
     if sizes.WINDOW:
         longest = min(longest, sizes.WINDOW)
     splits = min(choose_splits(batch, sizes.K), -(-longest // tiles.least))
-    constants = sizes._asdict() | {"BLOCK": tiles.block, "EARLY": tiles.early}
-    warps, stages = tiles.warps, tiles.stages
-    start = launcher(decode_kernel, num_warps=warps, num_stages=stages, **constants)
-    # A program for each head, or for each kv head if that would be too many.
-    heads_each = 1 if batch * sizes.K * sizes.G <= 512 else sizes.ROWS
-    most = power_of_two(splits)
-    # 4,096 numbers, 16 KB of parts, a warp
-    warps = min(32, max(1, most * heads_each * sizes.DIMS // 4096))
-    for name in ("PAGE", "ROWS", "HAS_SINKS"):
-        del constants[name]
-    constants |= {"HEADS": heads_each, "SPLITS": most}
-    join = launcher(join_kernel, num_warps=warps, **constants)
+    start = launcher(
+        decode_kernel,
+        **sizes._asdict(),
+        BLOCK=tiles.block,
+        EARLY=tiles.early,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    constants, heads_each = join_constants(sizes, tiles, batch, splits)
+    join = launcher(join_kernel, EARLY=tiles.early, **constants)
     grid = sizes.K * -(-sizes.G // heads_each), batch, 1
     return DecodePlan(splits, LOG2E.value * sizes.D**-0.5, start, join, grid)
 

@@ -8,7 +8,7 @@ T tokens, at most QUERIES of them in each of B rows.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,11 +20,18 @@ from simplellm.model.kernels.decode import (
     Scratch,
     choose_splits,
     decode_tiles,
+    join_constants,
     store_result,
 )
-from simplellm.model.kernels.key_tiles import LOG2E, NO_KEY, init_acc, load_pair
+from simplellm.model.kernels.key_tiles import (
+    LOG2E,
+    NO_KEY,
+    AttentionSizes,
+    init_acc,
+    load_pair,
+)
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
-from simplellm.model.kernels.prefill import ANYWHERE, VARIED, padded
+from simplellm.model.kernels.prefill import ANYWHERE, VARIED
 from simplellm.model.kernels.softmax import find_rows, join_parts, softmax_update
 
 
@@ -45,6 +52,41 @@ def divide_keys(
     share = tl.maximum(tl.cdiv(length - lowest, splits), least)
     share = tl.cdiv(share, BLOCK) * BLOCK
     return lowest, share, tl.maximum(tl.cdiv(length - lowest, share), 1)
+
+
+@triton.jit
+def mask_unseen(logits, at, place, stop, WINDOW: tl.constexpr):
+    """-inf for the keys ``at`` positions that a query at its ``place`` does not see."""
+    visible = (at < stop)[None, :] & (at[None, :] <= place)
+    if WINDOW:
+        visible &= at[None, :] > place - WINDOW
+    return tl.where(visible, logits, float("-inf"))
+
+
+@triton.jit
+def clear_padding(
+    out_ptr,
+    starts_ptr,
+    row,
+    num_tokens,
+    query,
+    group,
+    heads,
+    d,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Zeros for the token of the row's number, if it lies behind all rows' tokens."""
+    last = tl.load(starts_ptr + tl.num_programs(1))
+    empty = (row >= last) & (row < num_tokens)
+    empty = (query == 0) & (group < tl.where(empty, G, 0))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    out_at = row * (H * D) + (heads * D)[:, None] + d[None, :]
+    nothing = tl.zeros([query.shape[0], d.shape[0]], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at, nothing, mask=empty[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
@@ -91,9 +133,8 @@ def verify_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     head, split = tl.program_id(0), tl.program_id(2)
     row = tl.program_id(1).to(tl.int64)
-    begin, count, length = find_queries(
-        query_start_loc_ptr, offsets_ptr, lengths_ptr, row
-    )
+    starts = query_start_loc_ptr
+    begin, count, length = find_queries(starts, offsets_ptr, lengths_ptr, row)
     splits = tl.num_programs(2)
     lowest, share, used = divide_keys(length, count, splits, least, WINDOW, BLOCK)
     if split >= used:
@@ -103,14 +144,10 @@ def verify_kernel(
     d, n = tl.arange(0, DIMS), tl.arange(0, BLOCK)
     heads = head * G + group
     if count == 0:
-        last = tl.load(query_start_loc_ptr + tl.num_programs(1))
-        empty = (row >= last) & (row < num_tokens)
-        empty = (query == 0) & (group < tl.where(empty, G, 0))
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        out_at = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
-        nothing = tl.zeros([QUERIES * ROWS, DIMS], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_at, nothing, mask=empty[:, None] & (d < D)[None, :])
+        clear_padding(
+            *(out_ptr, query_start_loc_ptr, row, num_tokens, query, group, heads, d),
+            *(K * G, G, D, PDL),
+        )
         return
 
     start = lowest + split * share
@@ -137,10 +174,7 @@ def verify_kernel(
         rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
         k, v = k.to(q.dtype), v.to(q.dtype)  # if they are stored in FP8
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        visible = (at < stop)[None, :] & (at[None, :] <= place)
-        if WINDOW:
-            visible &= at[None, :] > place - WINDOW
-        logits = tl.where(visible, logits, float("-inf"))
+        logits = mask_unseen(logits, at, place, stop, WINDOW)
         top, total, acc = softmax_update(logits, v, top, total, acc, scale)
     part = (token * K + head) * splits + split
     # Only heads below G are stored.
@@ -219,42 +253,25 @@ class VerifyPlan(NamedTuple):
 
 @cache
 def verify_plan(
-    tiles: DecodeTiles,
-    batch: int,
-    queries: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    capacity: int,
-    page_size: int,
-    window: int | None,
-    has_sinks: bool,
+    tiles: DecodeTiles, batch: int, queries: int, pages: int, sizes: AttentionSizes
 ) -> VerifyPlan:
-    """For ``batch`` rows of ``queries``, whose tables have room for ``capacity``."""
-    group, dims = heads // kv_heads, padded(dim)
-    longest = capacity if window is None else min(capacity, window + queries - 1)
-    splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
-    sizes: dict[str, Any] = {"K": kv_heads, "G": group, "D": dim, "DIMS": dims}
-    sizes |= {"WINDOW": window or 0, "BLOCK": tiles.block}
+    """For ``batch`` rows of ``queries``, whose tables have room for ``pages``."""
+    longest = pages * sizes.PAGE
+    if sizes.WINDOW:
+        longest = min(longest, sizes.WINDOW + queries - 1)
+    splits = min(choose_splits(batch, sizes.K), -(-longest // tiles.least))
     start = launcher(
         verify_kernel,
-        PAGE=page_size,
+        **sizes._asdict(),
         QUERIES=power_of_two(queries),
-        ROWS=power_of_two(group),
-        HAS_SINKS=has_sinks,
+        BLOCK=tiles.block,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **sizes,
     )
-    # As in `decode_plan`.
-    heads_each = 1 if batch * heads <= 512 else power_of_two(group)
-    most = power_of_two(splits)
-    warps = min(32, max(1, most * heads_each * dims // 4096))
-    join = launcher(
-        verify_join_kernel, HEADS=heads_each, SPLITS=most, num_warps=warps, **sizes
-    )
-    programs = kv_heads * -(-group // heads_each)
-    return VerifyPlan(splits, LOG2E.value * dim**-0.5, start, join, programs)
+    constants, heads_each = join_constants(sizes, tiles, batch, splits)
+    join = launcher(verify_join_kernel, **constants)
+    programs = sizes.K * -(-sizes.G // heads_each)
+    return VerifyPlan(splits, LOG2E.value * sizes.D**-0.5, start, join, programs)
 
 
 def verify_attention(
@@ -271,18 +288,20 @@ def verify_attention(
     As `simplellm.model.ops.attend`; the step has T rows of at most ``group.queries``
     tokens each, of which those at the end have none. ``scratch`` has room for T rows.
     """
-    (num_tokens, heads, dim), (_, page_size, kv_heads, _) = q.shape, keys.shape
-    batch, pages_in_row, window = group.decodes, group.tables.shape[1], group.window
+    num_tokens, sizes = (
+        len(q),
+        AttentionSizes.of(q, keys, group.window, sinks is not None),
+    )
+    batch, pages_in_row = group.decodes, group.tables.shape[1]
     assert batch == num_tokens == len(group.lengths), "rows for all tokens, no chunks"
-    tiles = decode_tiles(batch, dim, window)
+    tiles = decode_tiles(batch, sizes.D, group.window)
     splits, scale, start, join, programs = verify_plan(
-        *(tiles, batch, group.queries, heads, kv_heads, dim),
-        *(pages_in_row * page_size, page_size, window, sinks is not None),
+        tiles, batch, group.queries, pages_in_row, sizes
     )
     arrays = group.offsets, group.lengths, group.query_start_loc
     parts, sums, least = scratch.parts, scratch.sums, tiles.least
     start(
-        (kv_heads, batch, splits),
+        (sizes.K, batch, splits),
         *(q, keys, values, group.tables, *arrays, sinks, out, parts, sums),
         *(scale, least, num_tokens, keys.stride(0), pages_in_row),
     )
