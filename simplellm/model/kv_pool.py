@@ -15,7 +15,7 @@ class KVPool:
 
     A page holds ``page_size`` positions of all full or of all sliding layers, whichever
     a sequence needs next. ``keys[layer]`` and ``values[layer]`` are [num_pages,
-    page_size, K, D]; layers of one kind lie behind each other in the same pages, and
+    page_size, K, D]; layers of one kind lie one after another in the same pages, and
     layers of different kinds share their memory.
     """
 

@@ -38,7 +38,7 @@ def check_read_header(candidate):
         raise AssertionError(
             f"what you took for the header isn't JSON ({type(error).__name__}); its "
             "length is in the first 8 bytes, the lowest byte first (little-endian), "
-            "and the JSON is that many bytes behind it and no more"
+            "and the JSON is that many bytes after it and no more"
         ) from None
     assert "__metadata__" not in header, (
         "the entry __metadata__ is text about the file and no tensor; leave it out"
@@ -53,7 +53,7 @@ def check_read_header(candidate):
         f"{len(header)} entries, the first {next(iter(header.items()), None)}"
     )
     assert start == len(raw) - size, (
-        f"the data begins at byte {len(raw) - size}, behind the 8 bytes of the length "
+        f"the data begins at byte {len(raw) - size}, after the 8 bytes of the length "
         f"and the whole header with its padding; yours begins at {start}"
     )
     plain, _ = candidate(a_file(entries, bytes(size)))

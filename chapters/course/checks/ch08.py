@@ -526,7 +526,7 @@ def check_8_4(RadixTree):
     assert tree.match([1, 2, 9]) == 2, "a match may end inside an edge: 1, 2 is there"
     tree.insert([1, 2, 9])
     assert tree.edges() == 3, (
-        "1 2 3 4 and 1 2 9 part behind 2: one edge to there, two behind it; yours has "
+        "1 2 3 4 and 1 2 9 part after 2: one edge to there, two after it; yours has "
         f"{tree.edges()}"
     )
     tree.insert([1, 2, 3, 4])

@@ -84,7 +84,7 @@ def check_Scheduler__make_room(candidate):
     assert made is True, "request 3 gave its pages, so now there is room: try again"
     assert len(scheduler.manager.tables[1].groups[0]) == 3, (
         "you say there is room, and request 1 has not got a third page: "
-        "`manager.allocate` has to succeed once more behind the preemption"
+        "`manager.allocate` has to succeed once more after the preemption"
     )
     assert four[3] in scheduler.waiting, "who gave way waits again"
 
@@ -325,7 +325,7 @@ def check_Scheduler_update_from_output(candidate):
     scheduler, (one, two), scheduled = started((3, 5), (2, 5))
     told = scheduler.update_from_output(scheduled, [[11], [12]])
     assert (one.tokens, two.tokens) == ([1, 1, 1, 11], [2, 2, 12]), (
-        f"the placeholder {UNKNOWN} behind the prompt is replaced by the token that "
+        f"the placeholder {UNKNOWN} after the prompt is replaced by the token that "
         f"was sampled: {one.tokens}, {two.tokens}"
     )
     told = [(request.request_id, list(kept)) for request, kept in told]

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from course.checks.compiled import assert_compiles
 from course.checks.loads import beyond
+from course.checks.races import race
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 1 << 16  # numbers on both sides, for strides that are far too large as well
@@ -139,6 +140,19 @@ def check_softmax_kernel(kernel):
         )
         assert_inside(told, outside)
     assert_compiles(kernel, "*fp32 *fp32 i32", BLOCK=16)
+    if DEVICE == "cuda":
+        race_softmax(kernel)
+
+
+def race_softmax(kernel):
+    """4,096 rows of as many numbers, read and written."""
+    x = torch.randn(4096, 4096, device=DEVICE)
+    out = torch.empty_like(x)
+    launch = kernel[(4096,)]
+    rivals = {"PyTorch": lambda: torch.softmax(x, 1)}
+    return race(
+        lambda: launch(x, out, 4096, BLOCK=4096), out, rivals, nbytes=2 * x.nbytes
+    )
 
 
 # Products
@@ -191,6 +205,21 @@ def check_matvec_kernel(kernel):
         f"{y.inner[0].item():.4f}: turn both factors to float32 before you multiply"
     )
     assert_compiles(kernel, "*bf16 *bf16 *fp32 i32 i32", ROWS=4, BLOCK=256)
+    if DEVICE == "cuda":
+        race_matvec(kernel)
+
+
+def race_matvec(kernel):
+    """The qkv projection of one token of gpt-oss-120b."""
+    weight = torch.randn(5120, 2880, device=DEVICE).bfloat16()
+    x, y = weight[0].clone(), torch.empty(5120, device=DEVICE)
+    launch, tiles = kernel[(triton.cdiv(5120, 4),)], {"ROWS": 4, "BLOCK": 512}
+    return race(
+        lambda: launch(x, weight, y, 5120, 2880, **tiles),
+        y,
+        {"cuBLAS": lambda: weight @ x},
+        nbytes=weight.nbytes,
+    )
 
 
 def check_product_kernel(kernel):
@@ -231,6 +260,23 @@ def check_product_kernel(kernel):
     judge_far_rows(kernel)
     tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
     assert_compiles(kernel, "*bf16 *bf16 *fp32 i32 i32 i32", **tiles)
+    if DEVICE == "cuda":
+        race_product(kernel)
+
+
+def race_product(kernel, size=4096):
+    """Two square matrices in bfloat16."""
+    a, b = (torch.randn(size, size, device=DEVICE).bfloat16() for _ in range(2))
+    c = torch.empty(size, size, device=DEVICE)
+    tiles = {"TILE_M": 128, "TILE_N": 128, "TILE_K": 64}
+    launch = kernel[triton.cdiv(size, 128), triton.cdiv(size, 128)]
+    return race(
+        lambda: launch(a, b, c, size, size, size, **tiles),
+        c,
+        {"cuBLAS": lambda: a @ b.T},
+        nbytes=a.nbytes + b.nbytes + c.nbytes,
+        flops=2 * size**3,
+    )
 
 
 def judge_16_bits(kernel):
@@ -359,7 +405,7 @@ def judge_half_values(update):
 
 
 def check_split_kernel(kernel):
-    """One split and three, shuffled pages, rows of NaN behind the end, sinks."""
+    """One split and three, shuffled pages, rows of NaN after the end, sinks."""
     assert_kernel(kernel)
     heads, group, dim, page, length = 2, 4, 16, 8, 45
     q, sinks = normal(heads * group, dim, seed=10), normal(heads * group, seed=11)
@@ -403,6 +449,35 @@ def check_split_kernel(kernel):
             )
     types = "*fp32 *fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32 fp32 i32"
     assert_compiles(kernel, types, K=heads, G=group, D=dim, PAGE=page, BLOCK=16)
+    if DEVICE == "cuda":
+        race_split(kernel)
+
+
+def race_split(kernel, length=32768):
+    """Attention of gpt-oss-120b for one token after so many, in splits of 512 keys."""
+    heads, group, dim, page, share = 8, 8, 64, 64, 512
+    splits, pages = length // share, length // page
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    options = {"device": DEVICE, "generator": draw}
+    q = torch.randn(heads * group, dim, **options).bfloat16()
+    keys, values = torch.randn(2, pages, page, heads, dim, **options).bfloat16()
+    table = torch.randperm(pages, **options).int()
+    sinks = torch.randn(heads * group, **options).bfloat16()
+    parts = torch.empty(heads, splits, group, dim, device=DEVICE)
+    sums = torch.empty(heads, splits, group, device=DEVICE)
+    sizes = {"K": heads, "G": group, "D": dim, "PAGE": page, "BLOCK": 64}
+    launch, scale = kernel[heads, splits], LOG2E / dim**0.5
+    tensors = (q, keys, values, table, sinks, parts, sums)
+    # PyTorch's has the keys in one piece, and no sinks.
+    k, v = (x.flatten(0, 1).transpose(0, 1)[None].contiguous() for x in (keys, values))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    query = q[None, :, None]
+    return race(
+        lambda: launch(*tensors, length, share, scale, keys.stride(0), **sizes),
+        parts,
+        {"PyTorch": lambda: attend(query, k, v, enable_gqa=True)},
+        nbytes=keys.nbytes + values.nbytes,
+    )
 
 
 def next_keys(logits, split, share):
@@ -418,7 +493,7 @@ def judge_split(told, found_sums, found_parts, logits, sinks, v, split, behind):
     with_sink = plain + torch.exp2(sinks)
     total = plain if split else with_sink
     assert not (found_sums.isnan().any() or found_parts.isnan().any()), (
-        told + "NaN came out, or nothing was written. What lies in a page behind the "
+        told + "NaN came out, or nothing was written. What lies in a page after the "
         "sequence's end is NaN: is such a key there?"
     )
     if split:
@@ -526,7 +601,7 @@ def check_11_2(kernel):
             told = f"row {row}, block {number} of {size} logits in blocks of {block}: "
             assert keys.inner[row, number] != -1, told + "no key was written"
             assert index < size and not math.isnan(value), (
-                told + "the winner lies behind the row, where only NaN is: NaN wins "
+                told + "the winner lies beyond the row, where only NaN is: NaN wins "
                 "unless places from vocabulary on get LOWEST"
             )
             first = int(part.argmax())

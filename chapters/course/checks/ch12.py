@@ -9,6 +9,7 @@ import triton
 
 from course.checks.compiled import assert_compiles
 from course.checks.loads import beyond
+from course.checks.races import race
 from simplellm.apps.roofline import Machine
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4
@@ -200,6 +201,39 @@ def blocks_of(ids, experts, block, room):
     return [tensor.int() for tensor in tensors]
 
 
+def race_grouped(candidate):
+    """Gate and up of a layer of gpt-oss-120b, for 64 tokens."""
+    experts, top_k, rows, columns, block = 128, 4, 5760, 2880, 16
+    shape = (experts, rows, columns // 32)
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    options = {"device": DEVICE, "generator": draw, "dtype": torch.uint8}
+    blocks = torch.randint(0, 256, (*shape, 16), **options)
+    weight = MXFP4(blocks, torch.randint(118, 126, shape, **options))
+    ids = torch.rand(64, experts, generator=seeded(0)).topk(top_k).indices
+    used = len(ids.unique())
+    plan = blocks_of(ids, experts, block, ids.numel())
+    pairs, offsets, order = (x.to(DEVICE) for x in plan)
+    x = torch.randn(64, columns, device=DEVICE)
+    out = torch.empty(ids.numel(), rows, device=DEVICE)
+    tensors = (x, weight.blocks, weight.scales, out, pairs, offsets, order)
+    launch = candidate[triton.cdiv(rows, 64), len(order)]
+    tokens = pairs.long() // top_k
+    ends = offsets.tolist()
+
+    def loop():
+        for expert, (start, end) in enumerate(pairwise(ends)):
+            if end > start:
+                matrix = weight[expert].dequantize(torch.bfloat16)
+                x[tokens[start:end]].bfloat16() @ matrix.T
+
+    return race(
+        lambda: launch(*tensors, rows, columns, top_k, 64, block),
+        out,
+        {"the loop of chapter 4": loop},
+        nbytes=used * rows * columns * 4.25 / 8,
+    )
+
+
 def check_grouped_kernel(candidate):
     """Two tiles of rows, the last not full, an empty block, NaN around everything."""
     experts, top_k, rows, columns, block = 4, 2, 24, 64, 16
@@ -215,7 +249,7 @@ def check_grouped_kernel(candidate):
     scales = Guarded((experts * rows * columns // 32,), 255, **byte)
     scales.inside.copy_(weight.scales.flatten())
     out = Guarded((n, rows), -777.0, torch.float32, -777.0)
-    order = Guarded((n,), 11 * top_k, fill=pairs)  # the token behind the last: NaN
+    order = Guarded((n,), 11 * top_k, fill=pairs)  # the token after the last: NaN
     ends = Guarded((experts + 1,), 0, fill=offsets)  # of expert -1: 0
     guards = {"x": given.guard, "the codes": codes.guard, "the scales": scales.guard}
     with beyond(**guards) as outside:
@@ -247,6 +281,8 @@ def check_grouped_kernel(candidate):
         types = "*fp32 *u8 *u8 *fp32 *i32 *i32 *i32 i32"
         sizes = {"K": columns, "TOP_K": top_k, "BLOCK_N": 16, "BLOCK_T": block}
         assert_compiles(candidate, types, **sizes)
+        if DEVICE == "cuda":
+            race_grouped(candidate)
         return
     halves = numbers.unflatten(-1, (-1, 16, 2))
     swapped = halves.flip(-1).flatten(-3)

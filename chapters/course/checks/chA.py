@@ -269,7 +269,7 @@ EVENTS = [
 WHY = [
     "an event without a name is a message; its text is what follows 'data: ', and only "
     "\\n and \\r\\n end a line, U+2028 doesn't",
-    "lines may end with \\r\\n, and one space behind the colon doesn't count, only "
+    "lines may end with \\r\\n, and one space after the colon doesn't count, only "
     "one; those before a line's end do",
     "several data lines are one text, with \\n between them",
     "other fields and comments are passed over; a line 'data' is an empty one",
@@ -579,7 +579,7 @@ class Broken(Exception):
 
 
 class Changed:
-    """Replies with a part without text behind each, that may end with an error."""
+    """Replies with a part without text after each, that may end with an error."""
 
     def __init__(self, replies, breaks_after=None):
         self.replies, self.left = replies, breaks_after
@@ -667,7 +667,7 @@ def check_serve_chat(serve_chat):
         f"a stream's content-type is text/event-stream: {headers}"
     )
     assert all(message["type"] == "http.response.body" for message in rest), (
-        "behind the start come pieces of the body, and nothing else"
+        "after the start come pieces of the body, and nothing else"
     )
     more = [bool(message.get("more_body")) for message in rest]
     assert more and not more[-1] and all(more[:-1]), (

@@ -74,7 +74,7 @@ def size(node) -> int:
 # An expression, the same for Python's re, and what to think of where it goes wrong.
 DERIVED = [
     (A, "a", "after its byte, one byte leaves EMPTY, and after another one NOTHING"),
-    (literal("aba"), "aba", "the derivative of first, and rest behind it"),
+    (literal("aba"), "aba", "the derivative of first, and rest after it"),
     (either(literal("ab"), literal("ba")), "ab|ba", "one option may still come"),
     (either(literal("ab"), literal("aa")), "ab|aa", "both options may still come"),
     (("many", literal("ab")), "(ab)*", "the rest of a round, and then more rounds"),

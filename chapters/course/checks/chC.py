@@ -323,7 +323,7 @@ def judge_tile(source, rounded, scale, dtype):
     error = (rounded * scale - source).abs()
     assert (error <= half * 1.01).all(), (
         "some number isn't rounded to the nearest value; a conversion to int8 cuts off "
-        "what's behind the point"
+        "what's after the point"
     )
 
 

@@ -36,7 +36,7 @@ def check_accepted(accepted):
                     "last right draft is sure, too"
                 )
                 assert len(found) <= len(expected), (
-                    f"{told}: yours is {found}; what stands behind the first wrong "
+                    f"{told}: yours is {found}; what stands after the first wrong "
                     "draft was sampled after a text that isn't there"
                 )
                 assert found == expected, f"{told}: expected {expected}, got {found}"
@@ -109,7 +109,7 @@ def check_acceptance(acceptance):
                     f"got {found[1]}"
                 )
                 assert found[1] <= tried, (
-                    f"{told}: nothing is known of a draft behind a wrong one, or where "
+                    f"{told}: nothing is known of a draft after a wrong one, or where "
                     f"no token came; expected {tried} tried, got {found[1]}"
                 )
 

@@ -61,7 +61,7 @@ def check_part_of(part_of):
                 f"{told}: rank {rank} begins at {after.start}, inside of a unit"
             )
         assert parts[-1].stop <= total, (
-            f"{told}: the last part ends at {parts[-1].stop}, behind the axis"
+            f"{told}: the last part ends at {parts[-1].stop}, beyond the axis"
         )
         assert parts[-1].stop == total, (
             f"{told}: the last part ends at {parts[-1].stop}; nobody has the rest"

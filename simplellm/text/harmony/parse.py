@@ -10,7 +10,7 @@ from simplellm.text.tokenizer import Tokenizer
 
 
 class HarmonyParser:
-    """Parses what the model writes behind `<|start|>assistant`, token by token.
+    """Parses what the model writes after `<|start|>assistant`, token by token.
 
     `push` returns the text that a token adds, complete characters only, and says where
     a call begins; ``messages`` holds the messages that have ended and ``message`` the

@@ -96,7 +96,7 @@ def forgets_most(tokens, most):
     )
 
 
-@wrong("acceptance", "nothing is known of a draft behind a wrong one")
+@wrong("acceptance", "nothing is known of a draft after a wrong one")
 def divides_by_all(drafts, came):
     right = 0
     for draft, token in zip(drafts, came, strict=False):

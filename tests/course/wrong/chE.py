@@ -22,7 +22,7 @@ def forgets_the_unit(total, rank, size, unit=1):
     return range(total * rank // size, total * (rank + 1) // size)
 
 
-@wrong("part_of", "behind the axis")
+@wrong("part_of", "beyond the axis")
 def ends_with_a_whole_unit(total, rank, size, unit=1):
     units = -(-total // unit)
     return range(units * rank // size * unit, units * (rank + 1) // size * unit)
