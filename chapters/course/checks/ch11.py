@@ -6,6 +6,7 @@ Tensors lie between margins of NaN: a load outside spoils the result, or is seen
 
 import math
 import mmap
+from typing import Any
 
 import torch
 import triton
@@ -458,7 +459,7 @@ def race_split(kernel, length=32768):
     heads, group, dim, page, share = 8, 8, 64, 64, 512
     splits, pages = length // share, length // page
     draw = torch.Generator(DEVICE).manual_seed(0)
-    options = {"device": DEVICE, "generator": draw}
+    options: Any = {"device": DEVICE, "generator": draw}
     q = torch.randn(heads * group, dim, **options).bfloat16()
     keys, values = torch.randn(2, pages, page, heads, dim, **options).bfloat16()
     table = torch.randperm(pages, **options).int()

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -206,7 +207,7 @@ def race_grouped(candidate):
     experts, top_k, rows, columns, block = 128, 4, 5760, 2880, 16
     shape = (experts, rows, columns // 32)
     draw = torch.Generator(DEVICE).manual_seed(0)
-    options = {"device": DEVICE, "generator": draw, "dtype": torch.uint8}
+    options: Any = {"device": DEVICE, "generator": draw, "dtype": torch.uint8}
     blocks = torch.randint(0, 256, (*shape, 16), **options)
     weight = MXFP4(blocks, torch.randint(118, 126, shape, **options))
     ids = torch.rand(64, experts, generator=seeded(0)).topk(top_k).indices
