@@ -141,8 +141,6 @@ def answer_question(
     """Answer one question. The word "ask" may be left out."""
     screen = Screen()
     if prompt == "-":
-        if sys.stdin is None:
-            raise ValueError("standard input is closed; expected a terminal or a file")
         prompt = sys.stdin.buffer.read().decode().rstrip("\n")
     if not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
@@ -173,8 +171,6 @@ def hold_chat(
 ) -> None:
     """Answer every line that is typed."""
     screen = Screen()
-    if sys.stdin is None:
-        raise ValueError("standard input is closed; expected a terminal or a file")
     settings = options_of(ctx)
     choices: dict[str, Any] = {"dtype": dtype, "cache_bytes": cache_bytes}
     with load_llm(model, device, screen, yes, **choices) as llm:
@@ -390,7 +386,6 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def simplellm(
-    ctx: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -410,23 +405,6 @@ def simplellm(
     simplellm quantize Qwen3-8B Qwen3-8B-FP8 --format fp8
     simplellm serve --port 8000
     """
-    if sys.stdout is None and ctx.invoked_subcommand != "batch":
-        raise ValueError("standard output is closed; expected a place for the answer")
-
-
-def fill_streams() -> None:
-    """Let nothing else take the numbers of streams that the caller closed.
-
-    A file opened later would, and then be written to by whoever means standard error.
-    """
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if stream is None:
-            os.open(os.devnull, os.O_RDWR)  # which gets the lowest number that is free
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def run(arguments: list[str]) -> int:
@@ -451,11 +429,11 @@ def run(arguments: list[str]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit status."""
-    fill_streams()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     status = run(sys.argv[1:] if arguments is None else arguments)
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as error:  # at its end Python would try again, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if status == 0 and not isinstance(error, BrokenPipeError):

@@ -27,7 +27,7 @@ def bring(model: str | None, yes: bool, screen: Screen) -> None:
         aside=True,
     )
     if not yes:
-        typed = sys.stdin is not None and sys.stdin.isatty()
+        typed = sys.stdin.isatty()
         if not (typed and typer.confirm("Install it?", err=True)):
             return
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
