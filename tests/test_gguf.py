@@ -615,7 +615,7 @@ def test_info_says_what_becomes_of_the_numbers(llama: Path, tmp_path: Path) -> N
     text = "\n".join(describe(str(path)))
     assert "GGUF files: 1" in text
     assert "Q4_0, Q5_1 become bfloat16 on a GPU, float32 on a CPU" in text
-    assert "CPU with AVX2 multiplies Q4_0 as is" in " ".join(text.split())
+    assert "CPU with AVX2 multiplies Q4_0 and Q8_0 as is" in " ".join(text.split())
     assert max(map(len, text.splitlines()[1:])) <= 80
     rows = {line.split()[0]: line for line in text.splitlines() if line}
     assert rows["attention"].split()[1] == "Q8_0"
