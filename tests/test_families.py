@@ -26,9 +26,10 @@ from simplellm.checkpoint.checkpoint import (
     CheckpointError,
     RandomCheckpoint,
 )
-from simplellm.checkpoint.families import ALL, FAMILIES, read_config
+from simplellm.checkpoint.families import ALL, FAMILIES, family_config, read_config
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.checkpoint.families.llama import LLAMA
+from simplellm.checkpoint.formats import format_names
 from simplellm.checkpoint.names import tensor_names
 from simplellm.model import memory
 from simplellm.model.build import embed_transform
@@ -406,6 +407,46 @@ def test_tables_of_names() -> None:
         assert len(set(names)) == len(names)
     assert "embed_tokens.weight" in tensor_names(GPT_OSS_20B)
     assert PLAIN.name != NUMPY.name
+
+
+# The fields that public checkpoints have in config.json, with switches that are off.
+PUBLIC: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "data/public-configs.json").read_text("utf-8")
+)
+QUANTIZED = {
+    "AWQ": "AWQ",
+    "GPTQ-Int4": "GPTQ",
+    "w4a16": "INT4",
+    "A3B-FP8": "FP8 in blocks",
+    "Instruct-FP8": "FP8",
+    "oss-20b": "MXFP4",
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_configs_of_public_checkpoints(name: str) -> None:
+    data = PUBLIC[name]
+    config = family_config(data)
+    form = [form for end, form in QUANTIZED.items() if name.endswith(end)]
+    assert format_names(config) == "".join(form)
+    text = {**data, **data.get("text_config", {})}
+    theirs = transformers.AutoConfig.for_model(**text)
+    assert config.num_hidden_layers == theirs.num_hidden_layers
+    assert config.vocab_size == theirs.vocab_size
+    heads = theirs.num_attention_heads
+    width = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
+    assert (config.num_attention_heads, config.head_dim) == (heads, width)
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+
+
+OFF = ("use_mrope", "qkv_bias", "shared_expert_intermediate_size", "use_qk_norm")
+
+
+@pytest.mark.parametrize("field", OFF)
+def test_a_switch_that_is_on_is_refused(field: str) -> None:
+    data = next(data for data in PUBLIC.values() if field in data)
+    with pytest.raises(ConfigError, match=field):
+        family_config({**data, field: not data[field]})
 
 
 # What is refused, by its name and before anything is loaded.

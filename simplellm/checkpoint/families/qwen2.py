@@ -38,5 +38,5 @@ QWEN2 = Family(
     names=decoder(*QKV_BIAS),
     defaults=QWEN,
     fields=upper_windows,
-    fixed={"use_sliding_window": (None, True, False)},
+    fixed={"use_sliding_window": (None, True, False), "use_mrope": (None, False)},
 )

@@ -61,6 +61,11 @@ QWEN3_MOE = Family(
         "decoder_sparse_step": 1,
     },
     fields=moe_fields,
-    fixed={"use_sliding_window": (None, False)},
+    fixed={
+        "use_sliding_window": (None, False),
+        "use_qk_norm": (None, True),
+        "qkv_bias": (None, False),
+        "shared_expert_intermediate_size": (None, 0),
+    },
     extra_keys=("attention_bias", "num_local_experts", "mlp_only_layers"),
 )
