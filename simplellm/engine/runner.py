@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig
 from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.base.transfer import fetch, pinned, upload
+from simplellm.engine.block_tables import BlockTables
 from simplellm.engine.graphs import (
     MIXED_SIZES,
     MOST_CHUNKS,
@@ -109,7 +111,10 @@ class Runner:
         # Makes all tokens of earlier steps known, as a mask may need them.
         self.drain: Callable[[], None] = lambda: None
         self.buffer_index = 0
-        self.previous: dict[int, int] = {}  # request -> index into sampled_tokens
+        # Whose tokens are in sampled_tokens, row by row.
+        self.sampling: list[SamplePosition] = []
+        self.tables = BlockTables(most, self.table_width, groups, pool.page_size)
+        self.speculative = config.speculative is not None
         self.scores: list[PromptScores] = []  # of the step under way
         self.captured: list[CapturedGraph] = []  # decode steps, by size
         self.mixed: list[CapturedGraph] = []  # steps with prompts, by size
@@ -190,7 +195,9 @@ class Runner:
 
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
         """Start to compute ``scheduled``, and to sample from what comes out."""
-        rows = [row for chunk in scheduled for row in sample_positions(chunk)]
+        rows: list[SamplePosition] = [c.request for c in scheduled if c.samples]
+        if self.speculative:
+            rows = [row for chunk in scheduled for row in sample_positions(chunk)]
         self.start_forward(scheduled, rows)
         if any(row.needs_last_token for row in rows):
             self.drain()  # the device computes meanwhile
@@ -208,6 +215,8 @@ class Runner:
         """
         copies = self.manager.take_copies()
         self.pool.copy(copies)
+        if copies or self.speculative:  # where pages were taken back, and others came
+            self.tables.forget()
         rows = len(scheduled)
         decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), rows)
         real = CaptureShape(
@@ -227,7 +236,7 @@ class Runner:
         targets = prompt_targets(scheduled, self.device)
         replayed = None if graph is None else graph.shape
         self.ranks.forward(flat, shape, len(sampling), copies, targets, replayed)
-        self.previous = {r.request_id: row for row, r in enumerate(sampling)}
+        self.sampling = [*sampling]
         self.scores = self.compute(flat, shape, len(sampling), targets, graph)
 
     def compute(
@@ -280,28 +289,17 @@ class Runner:
         page_size, queries = self.pool.page_size, batch.groups[0].queries
         batch.pad()
         parts = scheduled
-        tokens: list[int] = []
-        positions: list[int] = []
-        for request, start, length, _ in scheduled:
-            tokens += request.tokens[start : start + length]
-            if tokens[-1] == UNKNOWN:
-                tokens[-1] = -1 - self.previous[request.request_id]
-            tokens += request.drafts
-            positions += range(start, start + length)
+        tokens, positions = self._tokens(scheduled)
         if queries > 1:
             parts = in_rows(scheduled, queries)
             decodes = len(parts)
         rows = np.arange(len(parts))
         # Chunks come after all the room for decodes.
         rows[decodes:] += batch.groups[0].decodes - decodes
-        for row, chunk in zip(rows.tolist(), parts, strict=True):
-            table = self.manager.tables[chunk.request.request_id]
-            tables = zip(batch.groups, table.groups, table.first, strict=True)
-            for group, pages, first in tables:
-                held = np.frombuffer(pages, dtype=np.int32)[first:]
-                group.tables[row, : len(held)] = held
-                group.offsets[row] = first * page_size
-        # The rest is done for all rows at once: a call costs more than a number.
+        held = self.manager.tables
+        tables = [held[chunk.request.request_id] for chunk in parts]
+        pages, offsets = self.tables.update(tables)
+        # All is done for all rows at once: a call costs more than a number.
         count, counts = len(tokens), [chunk.length for chunk in parts]
         batch.tokens[:count], batch.positions[:count] = tokens, positions
         batch.lengths[rows] = [chunk.start + chunk.length for chunk in parts]
@@ -314,10 +312,32 @@ class Runner:
         index = np.arange(sum(wanted)) - np.repeat(np.cumsum(wanted), wanted)
         batch.logits_indices[: len(index)] = np.repeat(ends, wanted) + index
         owners = np.repeat(rows, counts)
-        for group in batch.groups:
+        for number, group in enumerate(batch.groups):
+            group.tables[rows] = pages[number, :, : group.tables.shape[1]]
+            group.offsets[rows] = offsets[number]
             index = batch.positions[:count] - group.offsets[owners]
-            pages = group.tables[owners, index // page_size]
-            group.slots[:count] = pages * page_size + index % page_size
+            where = group.tables[owners, index // page_size]
+            group.slots[:count] = where * page_size + index % page_size
+
+    def _tokens(
+        self, scheduled: Sequence[ScheduledChunk]
+    ) -> tuple[Sequence[int] | ndarray, Sequence[int]]:
+        """The tokens of a step, its drafts among them, and their positions."""
+        requests, starts, lengths, _ = zip(*scheduled, strict=True)
+        if sum(lengths) == len(lengths) and [*requests] == self.sampling:
+            last = [r.tokens[start] for r, start in zip(requests, starts, strict=True)]
+            if last.count(UNKNOWN) == len(last):  # those of the step before, in order
+                return -1 - np.arange(len(last)), starts
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows = {request.request_id: row for row, request in enumerate(self.sampling)}
+        for request, start, length, _ in scheduled:
+            tokens += request.tokens[start : start + length]
+            if tokens[-1] == UNKNOWN:
+                tokens[-1] = -1 - rows[request.request_id]
+            tokens += request.drafts
+            positions += range(start, start + length)
+        return tokens, positions
 
     def _pages(self, scheduled: Sequence[ScheduledChunk]) -> int:
         """Columns of a step's block tables."""
