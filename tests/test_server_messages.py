@@ -38,7 +38,7 @@ from simplellm.server.anthropic.messages import (
     MOST_LEVELS,
     Blocks,
     input_json,
-    told_usage,
+    message_usage,
 )
 from simplellm.server.app import make_app
 from simplellm.server.http.endpoint import Call, Service
@@ -243,7 +243,7 @@ def test_what_is_no_object_is_in_one(text: str) -> None:
 
 
 def test_usage_adds_up() -> None:
-    assert told_usage(Usage(10, 7, 4, 2)) == {
+    assert message_usage(Usage(10, 7, 4, 2)) == {
         "input_tokens": 6,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 4,

@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from simplellm import __version__
 from simplellm.apps import options
 from simplellm.apps.calculator import CALCULATOR
-from simplellm.apps.install import bring
+from simplellm.apps.install import ensure_installed
 from simplellm.apps.screen import (
     Screen,
     converse,
@@ -91,7 +91,7 @@ def load_llm(
     **choices: Any,
 ) -> "LLM":
     """The engine with its model loaded."""
-    bring(model, yes, screen)
+    ensure_installed(model, yes, screen)
     with screen.waiting("Starting PyTorch"):
         import simplellm.api.load  # noqa: F401  (which the LLM will ask for)
         from simplellm.api.llm import LLM
@@ -107,7 +107,7 @@ def options_of(ctx: typer.Context) -> dict[str, Any]:
     return options.sampling(ctx) | {"reasoning_effort": effort, "tools": tools}
 
 
-def begun(developer: str | None) -> list[dict[str, Any]]:
+def first_messages(developer: str | None) -> list[dict[str, Any]]:
     """The messages that a conversation begins with."""
     return [{"role": "developer", "content": developer}] if developer else []
 
@@ -147,7 +147,7 @@ def answer_question(
     settings = options_of(ctx)
     choices: dict[str, Any] = {"dtype": dtype, "cache_bytes": cache_bytes}
     with load_llm(model, device, screen, yes, **choices) as llm:
-        messages = [*begun(developer), {"role": "user", "content": prompt}]
+        messages = [*first_messages(developer), {"role": "user", "content": prompt}]
         respond(llm.stream_chat, messages, screen, **settings)
 
 
@@ -181,7 +181,7 @@ def hold_chat(
         help = greeting(model)
         if sys.stdin.isatty():
             screen.write(help, aside=True)
-        converse(answer, begun(developer), read_lines(screen), screen, help)
+        converse(answer, first_messages(developer), read_lines(screen), screen, help)
 
 
 @app.command()

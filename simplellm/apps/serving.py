@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from simplellm.apps.install import bring
+from simplellm.apps.install import ensure_installed
 from simplellm.apps.options import (
     MODELS_KNOWN,
     CacheBytes,
@@ -169,7 +169,7 @@ def serve_model(
         allowed_origins=allowed_origins or (),
     )
     screen = Screen()
-    bring(model, yes, screen)
+    ensure_installed(model, yes, screen)
     where: Any = {"device": device, "dtype": dtype, "log_level": log_level}
     with closing(bind(host, port)) as bound:
         with needs_extra(), screen.waiting("Starting PyTorch"):

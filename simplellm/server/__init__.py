@@ -1,14 +1,14 @@
 """The server: the HTTP face of one `LLM`, for clients of OpenAI's interface and
 Anthropic's. Needs the extra [serve].
 
-A request's way: `Gate` in `app.py` looks at what any request needs (its id, the key,
-whether the server drains, the log) and turns whatever is raised into an error of
-OpenAI's form. `Endpoint.respond` in `http/endpoint.py` reads the body, has it checked
-and, where the endpoint answers with a `Generation`, runs its requests and writes what
-it says of them: one JSON object, or server-sent events. The engine that runs them is in
-another process, or there are several of them: `remote/`. OpenAI's interfaces are in
-`openai/`, Anthropic's in `anthropic/`; `serve.py` runs the whole, and `start.py` has
-what comes before anything heavy is imported.
+A request's way: `RequestMiddleware` in `app.py` looks at what any request needs (its
+id, the key, whether the server drains, the log) and turns whatever is raised into an
+error of OpenAI's form. `Endpoint.respond` in `http/endpoint.py` reads the body, has it
+checked and, where the endpoint answers with a `Generation`, runs its requests and
+writes what it says of them: one JSON object, or server-sent events. The engine that
+runs them is in another process, or there are several of them: `remote/`. OpenAI's
+interfaces are in `openai/`, Anthropic's in `anthropic/`; `serve.py` runs the whole, and
+`start.py` has what comes before anything heavy is imported.
 
 To add an endpoint, write one file:
 

@@ -1,4 +1,4 @@
-"""The application: every endpoint behind one gate."""
+"""The application: every endpoint behind one middleware."""
 
 import hashlib
 import hmac
@@ -53,7 +53,7 @@ IGNORED_HEADER = b"x-ignored-parameters"
 ROUTING = {404: "not_found", 405: "method_not_allowed"}
 
 
-class Gate:
+class RequestMiddleware:
     """The middleware that every request goes through, whatever its path.
 
     It gets an id, must show the key where there is one, is counted and logged, and
@@ -201,12 +201,12 @@ def make_app(service: Service) -> ASGIApp:
         by_path[endpoint.path].append(endpoint)
     routes = [route_of(path, those) for path, those in by_path.items()]
     router = Router(routes, redirect_slashes=False)
-    gate = Gate(router, service, endpoints)
+    app = RequestMiddleware(router, service, endpoints)
     if not service.allowed_origins:
-        return gate
+        return app
     shown = [name.decode() for name in (*ID_HEADERS, IGNORED_HEADER)]
     return CORSMiddleware(
-        gate,
+        app,
         allow_origins=service.allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],

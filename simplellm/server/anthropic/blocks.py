@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from simplellm.base.config import ParameterError
 from simplellm.server.http.bodies import (
     Part,
-    Reading,
     Several,
+    ValidationContext,
     either,
     text_instead,
     types_of,
@@ -53,7 +53,7 @@ class ToolUse(Part):
     input: dict[str, Any]
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         return {"input": {}, **data}
 
     def shown(self) -> Message:
@@ -80,11 +80,11 @@ class ToolResult(Part):
     is_error: Any = None
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         """The fields with the content as text; its call may be gone."""
         content = data.get("content", "")
         if isinstance(content, list):
-            data["content"] = [known_block(b, "system", reading) for b in content]
+            data["content"] = [known_block(b, "system", context) for b in content]
         elif not isinstance(content, str):
             data["content"] = as_text(content)
         return {**data, "name": UNKNOWN}
@@ -104,17 +104,17 @@ class ToolResult(Part):
 KINDS_OF_ROLE["user"] = (TextBlock, ToolResult)
 
 
-class SentTurn(Part):
+class InputTurn(Part):
     """A message: text, or the blocks that its role may have."""
 
     role: str
     content: Any
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         content, role = data.get("content", ""), data["role"]
         if isinstance(content, list):
-            content = [known_block(block, role, reading) for block in content]
+            content = [known_block(block, role, context) for block in content]
         elif isinstance(content, int | float):
             content = str(content)
         return {**data, "content": content}
@@ -125,22 +125,22 @@ class SentTurn(Part):
         return list(self.content)
 
 
-class SystemTurn(SentTurn):
+class SystemTurn(InputTurn):
     role: Literal["system"]
     content: Texts
 
 
-class UserTurn(SentTurn):
+class UserTurn(InputTurn):
     role: Literal["user"]
     content: str | Several[Annotated[Part, either("type", *KINDS_OF_ROLE["user"])]]
 
 
-class AssistantTurn(SentTurn):
+class AssistantTurn(InputTurn):
     role: Literal["assistant"]
     content: str | Several[Annotated[Part, either("type", *KINDS_OF_ROLE["assistant"])]]
 
 
-SomeTurn = Annotated[SentTurn, either("role", SystemTurn, UserTurn, AssistantTurn)]
+SomeTurn = Annotated[InputTurn, either("role", SystemTurn, UserTurn, AssistantTurn)]
 
 
 def with_role(message: Any) -> Any:
@@ -151,7 +151,7 @@ def with_role(message: Any) -> Any:
     return {**message, "role": "system" if role == "developer" else role}
 
 
-def known_block(block: Any, role: str, reading: Reading) -> Any:
+def known_block(block: Any, role: str, context: ValidationContext) -> Any:
     """A block that ``role`` may have, with a few words for all others."""
     if isinstance(block, str):
         return {"type": "text", "text": block}
@@ -159,16 +159,18 @@ def known_block(block: Any, role: str, reading: Reading) -> Any:
     known = {name for one in KINDS_OF_ROLE[role] for name in types_of(one, "type")}
     if not isinstance(kind, str) or kind in known:
         return block
-    return {"type": "text", "text": told_block(block, kind, reading)}
+    return {"type": "text", "text": text_of_block(block, kind, context)}
 
 
-def told_block(block: Mapping[str, Any], kind: str, reading: Reading) -> str:
+def text_of_block(
+    block: Mapping[str, Any], kind: str, context: ValidationContext
+) -> str:
     """The text of a block, or a few words in its place."""
     if kind in DOCUMENTS and (text := document_text(block)):
         return text
     if kind == "tool_reference":
         return f"[tool: {str(block.get('tool_name'))[:100]}]"
-    reading.ignore(f"messages.content.{kind}")
+    context.ignore(f"messages.content.{kind}")
     if kind in PICTURES:
         return text_instead(kind)
     hidden = ("type", "cache_control", "id", "source", "encrypted_content")
@@ -199,7 +201,7 @@ def text_in(content: Any) -> str:
 
 
 def shown_turn(
-    turn: SentTurn, where: str, called: dict[str, str], dialect: Dialect
+    turn: InputTurn, where: str, called: dict[str, str], dialect: Dialect
 ) -> list[Message]:
     """A message as the model is shown it; ``called`` has the tool behind each id."""
     blocks, messages = turn.blocks(), list[Message]()

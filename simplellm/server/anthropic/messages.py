@@ -123,7 +123,7 @@ class Blocks:
         return {"type": f"content_block_{what}", "index": len(self.done), **fields}
 
 
-def told_usage(usage: Usage) -> dict[str, Any]:
+def message_usage(usage: Usage) -> dict[str, Any]:
     """The usage as messages tell it: what the cache held is no input."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -189,7 +189,7 @@ class AnthropicMessage(Generation):
     def usage(self, usage: Usage) -> dict[str, Any]:
         if self.silent:
             usage = replace(usage, completion_tokens=0, reasoning_tokens=0)
-        return told_usage(usage)
+        return message_usage(usage)
 
     def end_of(self, choice: ChatChoice) -> dict[str, Any]:
         """Why the turn ended."""

@@ -25,10 +25,10 @@ from simplellm.server.http.bodies import (
     SHARED_UNSUPPORTED,
     Body,
     Effort,
-    Reading,
     SampledBody,
     Several,
     Unsupported,
+    ValidationContext,
     an_object,
     refuse,
 )
@@ -143,26 +143,26 @@ class CountBody(Body):
     """Equal beginnings are always found again, so that nothing is done with it."""
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        data = with_output(super().mapped(data, reading))
-        if isinstance(name := data.get("model"), str) and name not in reading.models:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+        data = with_output(super().mapped(data, context))
+        if isinstance(name := data.get("model"), str) and name not in context.models:
             del data["model"]  # clients have names of Anthropic's built in
-            reading.ignore("model")
+            context.ignore("model")
         thinking = data.get("thinking")
         if isinstance(thinking, Mapping) and thinking.get("type") not in THINKING:
             data["thinking"] = {**thinking, "type": "adaptive"}
         if isinstance(tools := data.get("tools"), list):
-            data["tools"] = offered_here(tools, reading)
+            data["tools"] = offered_here(tools, context)
             if data.get("mcp_servers") and tools:
                 del data["mcp_servers"]
-                reading.ignore("mcp_servers")
+                context.ignore("mcp_servers")
         if "stop" in data and "stop_sequences" not in data:
             stops = data.pop("stop")
             data["stop_sequences"] = [stops] if isinstance(stops, str) else stops
         if isinstance(stops := data.get("stop_sequences"), list):
             data["stop_sequences"] = [stop for stop in stops if stop != ""]
         if isinstance(system := data.get("system"), list):
-            data["system"] = [known_block(b, "system", reading) for b in system]
+            data["system"] = [known_block(b, "system", context) for b in system]
         if isinstance(messages := data.get("messages"), list):
             refuse_unread(messages, "messages", READABLE)
             data["messages"] = [with_role(message) for message in messages]
@@ -279,7 +279,7 @@ def with_output(data: dict[str, Any]) -> dict[str, Any]:
     return data | ({"output_config": output} if output else {})
 
 
-def offered_here(tools: Sequence[Any], reading: Reading) -> list[Any]:
+def offered_here(tools: Sequence[Any], context: ValidationContext) -> list[Any]:
     """The tools without those that Anthropic runs, unless there are no others."""
     kept, left_out = [], []
     for tool in tools:
@@ -291,5 +291,5 @@ def offered_here(tools: Sequence[Any], reading: Reading) -> list[Any]:
     if not kept:
         return [*tools]
     for kind in left_out:
-        reading.ignore(f"tools.{kind}")
+        context.ignore(f"tools.{kind}")
     return kept

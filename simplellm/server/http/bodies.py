@@ -47,7 +47,7 @@ MAX_COPIES = 2**22
 
 
 @dataclass
-class Reading:
+class ValidationContext:
     """The context in which a body is validated, and the names that it ignored."""
 
     strict: bool = False
@@ -106,7 +106,7 @@ def text_instead(what: str) -> str:
     return f"[{what}: {TEXT_ONLY}]"
 
 
-def nearest_effort(value: Any, info: "ValidationInfo[Reading]") -> Any:
+def nearest_effort(value: Any, info: "ValidationInfo[ValidationContext]") -> Any:
     """An effort as the model knows it."""
     if (info.context or STRICT).strict or not isinstance(value, str):
         return value
@@ -137,7 +137,7 @@ Several = Annotated[  # whose first error is enough: there may be a million
     list[Some],
     GetPydanticSchema(lambda kind, handler: {**handler(kind), "fail_fast": True}),
 ]
-STRICT = Reading(strict=True)  # of what no client has sent
+STRICT = ValidationContext(strict=True)  # of what no client has sent
 
 
 class Part(BaseModel):
@@ -149,7 +149,7 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         """``data`` with what is *mapped* in the place of what clients wrote for it.
 
         What isn't as expected goes through: the types of the fields judge it.
@@ -158,13 +158,13 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """What is left for the fields once all else is mapped, ignored or refused."""
         if not isinstance(data, dict):
             return data
         data = {key: value for key, value in data.items() if value is not None}
-        reading = info.context or STRICT
-        return cls.gather(data if reading.strict else cls.mapped(data, reading))
+        context = info.context or STRICT
+        return cls.gather(data if context.strict else cls.mapped(data, context))
 
     @classmethod
     def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -187,27 +187,27 @@ class Body(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         if not isinstance(data, dict):
             return data
-        reading = info.context or STRICT
+        context = info.context or STRICT
         known = cls.known()
-        if not reading.strict:
+        if not context.strict:
             given = {key: value for key, value in data.items() if value is not None}
-            data = cls.mapped(given, reading)
+            data = cls.mapped(given, context)
         fields = {}
         for key, value in data.items():
             if key in known:
                 if value is not None:
-                    fields[key] = value if reading.strict else whole(value)
+                    fields[key] = value if context.strict else whole(value)
                 continue
             name, entry = f"{cls.prefix}{key}", cls.unsupported.get(key)
             if entry is not None and (value is None or value in entry.ignored_values):
                 continue
-            if reading.strict or (entry is not None and not entry.hint):
+            if context.strict or (entry is not None and not entry.hint):
                 refuse(name, entry)
             elif value is not None:
-                reading.ignore(name)
+                context.ignore(name)
         return cls.gather(fields)
 
 
@@ -338,7 +338,7 @@ class SampledBody(Body):
         return own | cls.sampling_names()
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         for old, new in RENAMED.items():
             if old in data:
                 data.setdefault(new, data.pop(old))
@@ -440,20 +440,20 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_body(
-    kind: type[Model], data: Any, reading: Reading, *, strict: bool = True
+    kind: type[Model], data: Any, context: ValidationContext, *, strict: bool = True
 ) -> Model:
     """A ``kind`` from parsed JSON; unless ``strict``, texts may stand for other values.
 
     Raises ParameterError, or APIError for a parameter that is not supported.
     """
     try:
-        return kind.model_validate(data, strict=strict, context=reading)
+        return kind.model_validate(data, strict=strict, context=context)
     except ValidationError as error:
         raise refusal(error) from None
 
 
 def read_query(
-    kind: type[Model], pairs: Iterable[tuple[str, str]], reading: Reading
+    kind: type[Model], pairs: Iterable[tuple[str, str]], context: ValidationContext
 ) -> Model:
     """A ``kind`` from what stands behind the "?" of a path. Raises as `read_body`.
 
@@ -467,7 +467,7 @@ def read_query(
             data.setdefault(key, []).append(text)
         else:
             data[key] = text
-    return read_body(kind, data, reading, strict=False)
+    return read_body(kind, data, context, strict=False)
 
 
 # What pydantic puts into a path beside names and numbers: which one of a union.

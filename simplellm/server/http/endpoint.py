@@ -37,7 +37,7 @@ from simplellm.engine.client import EngineClient
 from simplellm.server.http import sse
 from simplellm.server.http.bodies import (
     Body,
-    Reading,
+    ValidationContext,
     parse_json,
     read_body,
     read_query,
@@ -51,7 +51,7 @@ from simplellm.server.http.errors import (
 )
 from simplellm.server.http.metrics import ServerMetrics
 from simplellm.server.openai.responses_store import ResponseStore
-from simplellm.server.remote.client import DistantError
+from simplellm.server.remote.client import RemoteError
 from simplellm.text.dialects.dialect import HARMONY
 
 MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
@@ -104,9 +104,9 @@ class Service:
         message = f"model is {short(name)}; expected one of {', '.join(self.names)}"
         raise APIError(404, message, param="model", code="model_not_found")
 
-    def reading(self) -> Reading:
+    def context(self) -> ValidationContext:
         """What the reading of one body needs to know."""
-        return reading_of(self.llm, self.names, self.strict)
+        return context_of(self.llm, self.names, self.strict)
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Log names that nothing is done with, each once: every request may have it."""
@@ -123,10 +123,10 @@ class Service:
             raise unavailable("the server is shutting down", "shutting_down")
 
 
-def reading_of(llm: LLM, names: Sequence[str], strict: bool) -> Reading:
+def context_of(llm: LLM, names: Sequence[str], strict: bool) -> ValidationContext:
     """What the reading of bodies needs to know of a model and what it goes by."""
     template = llm.input_processor.dialect is not HARMONY
-    return Reading(strict, names, template=template)
+    return ValidationContext(strict, names, template=template)
 
 
 @dataclass(eq=False)
@@ -281,15 +281,15 @@ class Endpoint:
             call.body = self.read_parsed(call, parsed)
         if self.query is not None:
             pairs = call.request.query_params.multi_items()
-            call.query = read_query(self.query, pairs, call.service.reading())
+            call.query = read_query(self.query, pairs, call.service.context())
 
     def read_parsed(self, call: Call, parsed: Any) -> Any:
         """The body of parsed JSON. Raises as `read_body`."""
         assert self.body is not None
-        reading = call.service.reading()
-        body = read_body(self.body, parsed, reading)
-        call.ignored = reading.header
-        call.service.warn(reading.ignored)
+        context = call.service.context()
+        body = read_body(self.body, parsed, context)
+        call.ignored = context.header
+        call.service.warn(context.ignored)
         return body
 
 
@@ -447,7 +447,7 @@ async def chunks_with_retry(
                     yield data
             return
         except EngineError as error:
-            if started or last or not isinstance(error.__cause__, DistantError):
+            if started or last or not isinstance(error.__cause__, RemoteError):
                 raise
 
 

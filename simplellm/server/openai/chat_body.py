@@ -12,10 +12,10 @@ from simplellm.server.http.bodies import (
     SHARED_UNSUPPORTED,
     Effort,
     LabeledBody,
-    Reading,
     ResponseFormat,
     Several,
     Unsupported,
+    ValidationContext,
 )
 from simplellm.server.openai.chat_messages import (
     TEXT_TYPES,
@@ -68,11 +68,11 @@ class ChatBody(LabeledBody):
     logprobs: bool = False
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        data = with_effort(super().mapped(data, reading), reading)
-        data = with_pairs(data, reading)
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+        data = with_effort(super().mapped(data, context), context)
+        data = with_pairs(data, context)
         if isinstance(tools := data.get("tools"), list):
-            data["tools"] = offered_tools(tools, reading)
+            data["tools"] = offered_tools(tools, context)
         if isinstance(form := data.get("response_format"), Mapping):
             data["response_format"] = named_format(form)
         if isinstance(messages := data.get("messages"), list):
@@ -102,7 +102,7 @@ class ChatBody(LabeledBody):
         return super().compiles or bool(options)
 
 
-def with_effort(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+def with_effort(data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
     """What its many fields say of thinking, as the effort of it."""
     reasoning = data.pop("reasoning", None)
     reasoning = reasoning if isinstance(reasoning, Mapping) else {}
@@ -125,22 +125,22 @@ def with_effort(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
         effort = "low"
     if effort is not None:
         data["reasoning_effort"] = effort
-    if reading.template:
+    if context.template:
         if thinks is not None:
             data["chat_template_kwargs"] = {"enable_thinking": thinks, **variables}
     elif isinstance(given, Mapping):
         for name in variables.keys() - SWITCHES:
-            reading.ignore(f"chat_template_kwargs.{name}")
+            context.ignore(f"chat_template_kwargs.{name}")
         del data["chat_template_kwargs"]
     return data
 
 
-def with_pairs(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+def with_pairs(data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
     """Parameters that mean something only beside another one."""
     for name, other in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
         if name in data and not data.get(other):
             del data[name]
-            reading.ignore(name)
+            context.ignore(name)
     one, two = data.get("max_tokens"), data.get("max_completion_tokens")
     if isinstance(one, int | float) and isinstance(two, int | float):
         data["max_completion_tokens"] = min(one, two)
@@ -164,7 +164,7 @@ def with_choice(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def offered_tools(
-    tools: Sequence[Any], reading: Reading, where: str = "tools"
+    tools: Sequence[Any], context: ValidationContext, where: str = "tools"
 ) -> list[Any]:
     """The tools without those that others run themselves, unless there are no others.
 
@@ -180,7 +180,7 @@ def offered_tools(
     if not kept:
         return [*tools]
     for name in left_out:
-        reading.ignore(name)
+        context.ignore(name)
     return kept
 
 

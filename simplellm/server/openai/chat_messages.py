@@ -20,8 +20,8 @@ from pydantic import (
 from simplellm.server.http.bodies import (
     TEXT_ONLY,
     Part,
-    Reading,
     Several,
+    ValidationContext,
     an_object,
     given_fields,
     text_instead,
@@ -54,7 +54,7 @@ class ChatText(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """A text, or a few words in the place of what is no text."""
         if info.context.strict:
             return data
@@ -69,7 +69,7 @@ class ChatText(Part):
         return {"text": text_instead(str(kind)[:50])}
 
 
-class PastFunction(BaseModel):
+class CalledFunction(BaseModel):
     name: str
     arguments: Any
     """Those that are no text are put into JSON."""
@@ -77,11 +77,11 @@ class PastFunction(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
-class PastCall(Part):
+class PastToolCall(Part):
     """A call that the model has made."""
 
     id: str | int | None = None
-    function: PastFunction
+    function: CalledFunction
 
 
 class ChatMessage(Part):
@@ -92,11 +92,11 @@ class ChatMessage(Part):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Several[PastCall] | None = None
+    tool_calls: Several[PastToolCall] | None = None
     tool_call_id: str | int | None = None
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         data["role"] = role = role_of(data)
         content: Any = data.get("content")
         if isinstance(content, Mapping):

@@ -128,7 +128,7 @@ class Response(Generation):
             "store": body.store,
             "background": body.background,
             "tools": [tool_of(tool) for tool in body.tools or ()],
-            "tool_choice": body.told_choice,
+            "tool_choice": body.tool_choice_object,
             "parallel_tool_calls": body.parallel_tool_calls,
             "max_tool_calls": body.max_tool_calls,
             "reasoning": {"effort": body.effort, "summary": None},

@@ -15,9 +15,9 @@ from simplellm.server.http.bodies import (
     Body,
     Effort,
     LabeledBody,
-    Reading,
     Several,
     Unsupported,
+    ValidationContext,
     an_object,
 )
 from simplellm.server.http.response_schemas import list_of
@@ -133,9 +133,9 @@ class ResponseBody(LabeledBody):
     include: list[Any] | None = None
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        data = with_choice(super().mapped(data, reading))
-        data = with_included(with_text(data), reading)
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+        data = with_choice(super().mapped(data, context))
+        data = with_included(with_text(data), context)
         effort = data.pop("reasoning_effort", None)
         if isinstance(reasoning := data.get("reasoning", {}), Mapping):
             data["reasoning"] = {"effort": effort, **reasoning}
@@ -148,10 +148,10 @@ class ResponseBody(LabeledBody):
                 for name, value in labels.items()
             }
         if isinstance(tools := data.get("tools"), list):
-            data["tools"] = offered_tools(tools, reading)
+            data["tools"] = offered_tools(tools, context)
         if isinstance(items := data.get("input"), list):
             refuse_unread(items, "input", TEXT_PARTS)
-            data["input"] = known_items(items, reading)
+            data["input"] = known_items(items, context)
         return data
 
     @model_validator(mode="after")
@@ -191,7 +191,7 @@ class ResponseBody(LabeledBody):
         return {"type": "json_schema", **fields, "strict": True}
 
     @property
-    def told_choice(self) -> str | dict[str, Any]:
+    def tool_choice_object(self) -> str | dict[str, Any]:
         """The choice as the response tells it, also one that is spelled as in chats."""
         if isinstance(self.tool_choice, str):
             return self.tool_choice
@@ -225,16 +225,16 @@ def check_labels(labels: Mapping[str, Any]) -> None:
         expect(short, name, text, expected)
 
 
-def with_included(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+def with_included(data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
     """A body that asks for what there can be beside a response."""
     if isinstance(include := data.get("include"), list):
         data["include"] = [one for one in include if one in INCLUDABLE]
         for one in include:
             if isinstance(one, str) and one not in INCLUDABLE:
-                reading.ignore(f"include.{one}")
+                context.ignore(f"include.{one}")
     if "top_logprobs" in data and LOGPROBS not in (data.get("include") or ()):
         del data["top_logprobs"]
-        reading.ignore("top_logprobs")
+        context.ignore("top_logprobs")
     return data
 
 

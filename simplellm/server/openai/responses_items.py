@@ -19,8 +19,8 @@ from pydantic import (
 from simplellm.base.config import expect
 from simplellm.server.http.bodies import (
     Part,
-    Reading,
     Several,
+    ValidationContext,
     either,
     text_instead,
     types_of,
@@ -84,7 +84,7 @@ class TextPart(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """A text, or a few words in the place of what is no text."""
         if info.context.strict:
             return data
@@ -104,7 +104,7 @@ def joined_text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(p.text for p in content)
 
 
-class SentItem(Part):
+class InputItem(Part):
     """An item as a client sends it."""
 
     id: str | None = None
@@ -121,14 +121,14 @@ class SentItem(Part):
         return self.model_dump(exclude={"id", "type"}, exclude_none=True)
 
 
-class SentMessage(SentItem):
+class InputMessage(InputItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     phase: Literal["commentary", "final_answer"] | None = None
     content: Content
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         content = data.get("content")
         if isinstance(content, int | float) and not isinstance(content, bool):
             data["content"] = str(content)
@@ -146,7 +146,7 @@ class SentMessage(SentItem):
         return kept if self.phase is None else kept | {"phase": self.phase}
 
 
-class SentReasoning(SentItem):
+class InputReasoning(InputItem):
     """A model's thoughts; their summary isn't shown to it, which wrote none."""
 
     type: Literal["reasoning"]
@@ -158,13 +158,13 @@ class SentReasoning(SentItem):
         return {"summary": [], "content": [reasoning_part(text)] if text else []}
 
 
-class SentCall(SentItem):
+class InputCall(InputItem):
     """A call of a tool."""
 
     call_id: str
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         """The fields of a call; it may lack arguments, and have no id but its own."""
         if data.get("type") == "function_call":
             given = data.get("arguments") or "{}"
@@ -174,14 +174,14 @@ class SentCall(SentItem):
         return data
 
 
-class FunctionCall(SentCall):
+class FunctionCall(InputCall):
     type: Literal["function_call"]
     name: str
     namespace: str | None = None
     arguments: str
 
 
-class CustomCall(SentCall):
+class CustomCall(InputCall):
     type: Literal["custom_tool_call"]
     name: str
     namespace: str | None = None
@@ -194,7 +194,7 @@ class LocalShellAction(Part):
     command: Several[str]
 
 
-class LocalShellCall(SentCall):
+class LocalShellCall(InputCall):
     type: Literal["local_shell_call"]
     action: LocalShellAction
 
@@ -203,7 +203,7 @@ class ShellAction(Part):
     commands: Several[str]
 
 
-class ShellCall(SentCall):
+class ShellCall(InputCall):
     type: Literal["shell_call"]
     action: ShellAction
 
@@ -212,12 +212,12 @@ def texts_in(operation: dict[str, Any]) -> dict[str, Any]:
     return {name: text for name, text in operation.items() if isinstance(text, str)}
 
 
-class ApplyPatchCall(SentCall):
+class ApplyPatchCall(InputCall):
     type: Literal["apply_patch_call"]
     operation: Annotated[dict[str, Any], AfterValidator(texts_in)]
 
 
-class CallOutput(SentItem):
+class CallOutput(InputItem):
     """What came of a call."""
 
     type: Literal[
@@ -234,7 +234,7 @@ class CallOutput(SentItem):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """Join the chunks of a shell; of a patch, the status is enough."""
         if not isinstance(data, dict):
             return data
@@ -257,14 +257,14 @@ class CallOutput(SentItem):
         return super().content_kept | {"output": joined_text(self.output)}
 
 
-class SentTools(SentItem):
+class InputTools(InputItem):
     """Tools that a conversation brings."""
 
     type: Literal["additional_tools", "tool_search_output"]
     tools: Several[Any]
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         if isinstance(tools := data.get("tools"), list):
             data["tools"] = [tool for tool in tools if type_of(tool) in KINDS]
         return data
@@ -278,8 +278,15 @@ class ItemReference(Part):
 
 
 ITEMS: tuple[type[Part], ...] = (
-    *(SentMessage, SentReasoning, FunctionCall, CustomCall, LocalShellCall, ShellCall),
-    *(ApplyPatchCall, CallOutput, SentTools, ItemReference),
+    *(
+        InputMessage,
+        InputReasoning,
+        FunctionCall,
+        CustomCall,
+        LocalShellCall,
+        ShellCall,
+    ),
+    *(ApplyPatchCall, CallOutput, InputTools, ItemReference),
 )
 ITEM_TYPES = [kind for model in ITEMS for kind in types_of(model, "type")]
 
@@ -293,9 +300,9 @@ def type_of(item: Any) -> str | None:
 SomeItem = Annotated[Part, either("type", *ITEMS, default="message")]
 
 
-def known_items(items: Sequence[Any], reading: Reading) -> list[Any]:
+def known_items(items: Sequence[Any], context: ValidationContext) -> list[Any]:
     """Items of kinds that we know, in the place of all that clients send."""
-    known = [one for item in items for one in known_item(item, reading)]
+    known = [one for item in items for one in known_item(item, context)]
     ids = [item.get("call_id") for item in known if type_of(item) in CALLS]
     called = {id for id in ids if isinstance(id, str)}
     for number, item in enumerate(known):
@@ -306,7 +313,7 @@ def known_items(items: Sequence[Any], reading: Reading) -> list[Any]:
     return known
 
 
-def known_item(item: Any, reading: Reading) -> list[Any]:
+def known_item(item: Any, context: ValidationContext) -> list[Any]:
     """The item, or some for it: that of a chat may be calls and a result, too."""
     if not isinstance(item, Mapping):
         return [item]
@@ -315,7 +322,7 @@ def known_item(item: Any, reading: Reading) -> list[Any]:
         return from_chat(dict(item))
     if not isinstance(kind, str) or kind in ITEM_TYPES:
         return [item]
-    reading.ignore(f"input.{kind}")
+    context.ignore(f"input.{kind}")
     if kind == "compaction_trigger":
         return []
     fields = {k: v for k, v in item.items() if k not in ("id", "type", "status")}
@@ -348,7 +355,7 @@ def kept_items(given: Any, key: str, store: ResponseStore) -> list[Item]:
     Raises APIError for a reference to an item that ``store`` hasn't.
     """
     if isinstance(given, str):
-        given = [SentMessage(role="user", content=given)]
+        given = [InputMessage(role="user", content=given)]
     return [
         referred(item.id, store, f"input[{number}]")
         if isinstance(item, ItemReference)

@@ -38,7 +38,7 @@ END_SECONDS = 5.0  # between the end of a link and that of its process
 LOOK_SECONDS = 0.5  # between two looks at whether the process hangs
 
 
-class DistantError(Exception):
+class RemoteError(Exception):
     """What went wrong in another process, as it describes it."""
 
     def __repr__(self) -> str:
@@ -231,15 +231,15 @@ class RemoteEngine(EngineBase):
                         answer.set_exception(as_error(error))
                 if "dead" in frame:
                     orderly, cause = True, frame["dead"]
-                    self.dead = DistantError(cause) if cause else None
+                    self.dead = RemoteError(cause) if cause else None
         except Exception as wrong:  # then nothing that comes can be relied on
             LOGGER.exception("the engine's process sends what can't be read")
             self._kill()
-            self.dead = DistantError(f"what its process sends can't be read: {wrong!r}")
+            self.dead = RemoteError(f"what its process sends can't be read: {wrong!r}")
         ended = "was ended" if self.cancelling else self._end()
         with self.lock:
             if self.dead is None and not (orderly or self.cancelling):
-                self.dead = DistantError(f"its process {ended}")
+                self.dead = RemoteError(f"its process {ended}")
             self.over = True
             left, unanswered = sorted(self.open), [*self.answers.values()]
         self.outgoing.put(None)

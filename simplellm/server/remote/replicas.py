@@ -22,7 +22,7 @@ from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import EngineBase
 from simplellm.engine.snapshot import Snapshot
 from simplellm.engine.stats import Stats
-from simplellm.server.remote.client import DistantError, EventStream, RemoteEngine
+from simplellm.server.remote.client import EventStream, RemoteEngine, RemoteError
 from simplellm.server.start import WATCHDOG_TIMEOUT, Spawn
 
 LOGGER = logging.getLogger("simplellm")
@@ -258,7 +258,7 @@ class Replicas(EngineBase):
                 for one in pending.request_ids:
                     self.pending.pop(one, None)
             self.refused += 1
-        self.lost += error is not None and isinstance(error.__cause__, DistantError)
+        self.lost += error is not None and isinstance(error.__cause__, RemoteError)
         self.pending.pop(request_id, None)
         if event.finish_reason is not None:
             self.slot_of.pop(request_id, None)
