@@ -33,6 +33,7 @@ from simplellm.model.kernels import (
     rope,
     verify,
 )
+from simplellm.model.kernels.exchange import Peers
 from simplellm.model.kernels.key_tiles import AttentionSizes
 from simplellm.model.kernels.launch import launcher
 
@@ -174,7 +175,16 @@ def norm_case(size, parts, sandwich):
     else:
         types, without = "*bf16 *fp32 *fp32 *fp32 *bf16", "bias_ptr"
         without = without if sandwich else "update_weight_ptr"
-    return case_of(start, f"{types} i32 fp32", f"{without} scales_ptr")
+    return case_of(start, f"{types} i32 fp32", f"{without} scales_ptr peers_ptr")
+
+
+def exchange_case(ranks, parts):
+    peers = Peers(torch.empty(0), 1, ranks, 256)
+    return case_of(
+        norm.add_norm_launcher(2880, parts, peers=peers),
+        "*bf16 *fp32 *fp32 *bf16 *i64 i32 fp32",
+        "update_weight_ptr bias_ptr scales_ptr",
+    )
 
 
 def activation_case(size, parts, activation):
@@ -208,8 +218,9 @@ CASES = [
     case_of(
         norm.add_norm_launcher(2880, 4),
         "*bf16 *bf16 *fp32 *bf16 i32 fp32",
-        "update_weight_ptr bias_ptr scales_ptr",
+        "update_weight_ptr bias_ptr scales_ptr peers_ptr",
     ),
+    *(exchange_case(ranks, 4) for ranks in (2, 8)),
     case_of(reduce.add_parts_launcher(2880, 4)[0], "*bf16 *bf16"),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i64 i32", "deepest_ptr floors_ptr"),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i32 *fp32 *i64 i32"),

@@ -148,9 +148,9 @@ class TensorParallel(Ranks):
         table = parallel(ops, self.group, self.tokens, model.vocab_size)
         if ops.name != "Triton":
             return table
-        from simplellm.model.kernels.reduce import of_sums  # where Triton is
+        from simplellm.model.kernels.reduce import reducing  # where Triton is
 
-        return replace(table, reduce=of_sums(table.reduce, dtype))
+        return reducing(table, self.group, dtype, model.hidden_size)
 
     def min_of_all(self, number: int) -> int:
         return int(self.group.min(torch.tensor([number]))[0])

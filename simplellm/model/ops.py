@@ -237,7 +237,7 @@ class Ops:
     project: Callable[[Tensor, Weight, Tensor | None], Tensor] = linear
     rope_and_cache: Callable[..., Tensor] = rope_and_cache
     attend: Callable[..., Tensor] = attend
-    reduce: Callable[[Tensor], Tensor] = lambda x: x
+    reduce: Callable[[Tensor], Any] = lambda x: x
     experts: Callable[[Tensor, Experts, Tensor], Tensor] = experts
     dense: Callable[[Tensor, Dense], Tensor] = dense
     head: Callable[[Tensor, Weight, Tensor], Tensor] = head

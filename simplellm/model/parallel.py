@@ -9,6 +9,8 @@ ranks know it.
 T packed tokens, S rows of logits, V vocabulary, W of its tokens on this rank, R ranks.
 """
 
+import logging
+import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,8 @@ from simplellm.model.ops import Ops
 from simplellm.model.sharded_choice import pack_keys, reach, token_of
 from simplellm.sampling.filters import LAST, STEPS, WEIGHT, Filters
 from simplellm.sampling.penalties import TokenCounts
+
+LOGGER = logging.getLogger("simplellm")
 
 
 class Group:
@@ -53,6 +57,8 @@ class Group:
         options._timeout = timedelta(seconds=timeout)
         store = dist.FileStore(f"{folder}/ranks", size)
         store.set_timeout(timedelta(seconds=timeout))
+        self.store, self.name = store, f"simplellm {folder}"
+        self.shared: list[SharedMemory] = []
         self.gloo: Any = gloo(store, rank, size, options)
         self.nccl: Any = None  # a Communicator, on a GPU
         if device is not None and device.type == "cuda":
@@ -108,10 +114,66 @@ class Group:
         options.rootRank = options.rootTensor = 0
         self.gloo.broadcast([x], options).wait()
 
+    def share(self, nbytes: int, stop: int) -> Tensor | None:
+        """Zeroed memory on each rank's GPU, which all ranks' kernels write to.
+
+        Its addresses on this rank, int64 [R]; None if there is a GPU that has none to
+        share. `abort` sets its int32 number ``stop`` to 1.
+        """
+        try:
+            memory = SharedMemory.of(self, nbytes, stop)
+        except RuntimeError as error:
+            LOGGER.warning("GPUs don't share memory, and NCCL adds up: %s", error)
+            memory = None
+        able = torch.tensor([memory is not None], dtype=torch.int32)
+        if not self.min(able)[0] or memory is None:
+            return None
+        self.shared.append(memory)
+        return memory.addresses
+
     def abort(self) -> None:
         """End what waits for other ranks on this one's GPU, from any thread."""
+        for memory in self.shared:
+            memory.stop()
         if self.nccl is not None:
             self.nccl.abort()
+
+
+@dataclass(frozen=True, eq=False)
+class SharedMemory:
+    """Memory of a GPU that all ranks of a group have access to."""
+
+    memory: Tensor  # uint8
+    handle: Any  # which keeps that of the others
+    addresses: Tensor  # int64 [R]
+    stream: torch.cuda.Stream  # beside the kernels that wait
+    one: Tensor  # int32 [1], pinned
+    place: int  # of the number that becomes 1
+
+    @classmethod
+    def of(cls, group: Group, nbytes: int, place: int) -> "SharedMemory":
+        """Made by all ranks at once. Raises RuntimeError where it can't be."""
+        from torch._C._distributed_c10d import _SymmetricMemory as symmetric
+
+        # Nothing here needs multicast, and setting it up needs more of the driver.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        device, numbers = group.nccl.device, (group.name, group.rank, group.size)
+        store = dist.PrefixStore("memory", group.store)
+        symmetric.set_group_info(*numbers, store)
+        shape = (nbytes,), (1,), torch.uint8, device
+        memory = symmetric.empty_strided_p2p(*shape, group.name)
+        memory.zero_()
+        torch.cuda.synchronize(device)  # before others write
+        handle = symmetric.rendezvous(memory, group.name)
+        addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        one = torch.ones(1, dtype=torch.int32, pin_memory=True)
+        return cls(memory, handle, addresses, torch.cuda.Stream(device), one, place)
+
+    def stop(self) -> None:
+        """Set the number, while kernels run."""
+        with torch.cuda.stream(self.stream):
+            number = self.memory.view(torch.int32)[self.place : self.place + 1]
+            number.copy_(self.one, non_blocking=True)
 
 
 @dataclass(frozen=True)

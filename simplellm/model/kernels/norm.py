@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm.model.kernels.exchange import ALONE, Peers, exchange
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
 from simplellm.model.kernels.rounding import (
     RoundedNorm,
@@ -52,6 +53,7 @@ def add_norm_kernel(
     bias_ptr,
     normed_ptr,
     scales_ptr,
+    peers_ptr,
     room,
     eps,
     N: tl.constexpr,
@@ -60,14 +62,18 @@ def add_norm_kernel(
     COLUMNS: tl.constexpr,
     MOST: tl.constexpr,
     FLOOR: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a row: residual += sum of the parts; normed = a norm of it.
 
     RMSNorm is residual / sqrt(mean(residual^2) + eps) * weight. With bias, a LayerNorm:
     (residual - mean) / sqrt(variance + eps) * weight + bias. With update_weight, the
-    parts' RMSNorm is added in place of their sum. With scales, normed has 8 bits, as
-    `store_rounded` makes them.
+    parts' RMSNorm is added in place of their sum. With peers, all ranks' parts are
+    summed, see `exchange`. With scales, normed has 8 bits, as `store_rounded` makes
+    them.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -83,12 +89,19 @@ def add_norm_kernel(
     if PARTS > 0:
         update = update_ptr + row * (PARTS * N) + columns
         dtype = residual_ptr.dtype.element_ty
-        if update_weight_ptr is None:
+        if update_weight_ptr is None and peers_ptr is None:
             x = sum_parts(x, update, inside, N, PARTS, dtype)
         else:
             total = sum_parts(0.0, update, inside, N, PARTS, tl.float32)
-            scale = tl.rsqrt(tl.sum(total * total, 0) / N + eps)
-            x = (x + total * (scale * update_weight)).to(dtype).to(tl.float32)
+            if peers_ptr is not None:
+                total = exchange(
+                    *(total, columns, inside, row.to(tl.int32), peers_ptr),
+                    *(N, RANK, RANKS, ROWS, dtype),
+                )
+            if update_weight_ptr is not None:
+                scale = tl.rsqrt(tl.sum(total * total, 0) / N + eps)
+                total *= scale * update_weight
+            x = (x + total).to(dtype).to(tl.float32)
         tl.store(residual_ptr + row * N + columns, x.to(dtype), inside)
     if bias_ptr is not None:
         x = tl.where(inside, x - tl.sum(x, 0) / N, 0)
@@ -108,29 +121,38 @@ def add_norm_kernel(
 
 @cache
 def add_norm_launcher(
-    size: int, parts: int, rounding: Rounding | None = None
+    size: int,
+    parts: int,
+    rounding: Rounding | None = None,
+    peers: Peers | None = None,
 ) -> Launcher:
     """For rows of ``size`` numbers, and updates in so many parts.
 
-    With ``rounding``, the norm is rounded.
+    With ``rounding``, the norm is rounded; with ``peers``, all ranks' are summed.
     """
     block = power_of_two(size)
     options = rounding_constants(block, size, rounding) | {"N": size, "PARTS": parts}
+    options |= ALONE if peers is None else peers.constants()
     return launcher(add_norm_kernel, BLOCK=block, num_warps=8, **options)
 
 
 def add_norm(
-    residual: Tensor, update: Tensor | None, norm: Norm | RoundedNorm, eps: float
+    residual: Tensor,
+    update: Tensor | None,
+    norm: Norm | RoundedNorm | None,
+    eps: float,
+    peers: Peers | None = None,
 ) -> tuple[Tensor, Any]:
     """Add ``update`` to ``residual`` in place; return it and its norm, [T, N] both.
 
     residual [T, N]; update [T, N] or, in S parts that are first summed in float32 and
     in order, [T, S, N], any float dtype. All are contiguous. The sum is rounded to
     residual's dtype, once, before it is normed. A `RoundedNorm` makes a `Rounded`, of
-    which tables of operations know nothing.
+    which tables of operations know nothing. With ``peers``, whose rows are enough, the
+    update is what all ranks have, which do the same.
     """
     size = residual.shape[1]
-    weight = norm if isinstance(norm, Tensor) else norm.weight
+    weight = norm if isinstance(norm, Tensor) or norm is None else norm.weight
     inner = norm.update if isinstance(norm, SandwichNorm) else None
     bias = norm.bias if isinstance(norm, LayerNorm) else None
     rounding = norm.rounding if isinstance(norm, RoundedNorm) else None
@@ -138,8 +160,10 @@ def add_norm(
     parts = 0
     if update is not None:
         parts = 1 if update.ndim == 2 else update.shape[1]
-    start = add_norm_launcher(size, parts, rounding)
-    args = residual, update, inner, weight, bias, *input_arguments(normed), eps
+    start = add_norm_launcher(size, parts, rounding, peers)
+    values, scales, room = input_arguments(normed)
+    addresses = None if peers is None else peers.addresses
+    args = residual, update, inner, weight, bias, values, scales, addresses, room, eps
     start((len(residual), 1, 1), *args)
     return residual, normed
 

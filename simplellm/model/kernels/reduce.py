@@ -3,17 +3,26 @@
 T tokens, N hidden size, S parts of an update.
 """
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm.model.kernels import norm as norms
+from simplellm.model.kernels.exchange import Peers, shared_bytes, stop_word
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.norm import sum_parts
+from simplellm.model.kernels.rounding import RoundedNorm
+from simplellm.model.layers import Norm
+from simplellm.model.ops import Ops
+from simplellm.model.parallel import Group
+
+# Of a step, for which kernels exchange; more go by NCCL.
+EXCHANGED_ROWS = 256
 
 
 @triton.jit
@@ -57,8 +66,52 @@ def add_parts(update: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def of_sums(
-    add_up: Callable[[Tensor], Tensor], dtype: torch.dtype
-) -> Callable[[Tensor], Any]:
-    """`Ops.reduce` of updates in parts: of each rank's sum in ``dtype``."""
-    return lambda update: add_up(add_parts(update, dtype))
+class Partial(NamedTuple):
+    """An update [T, N] or [T, S, N] that is still to be added up over the ranks."""
+
+    update: Tensor
+
+
+def reduce(
+    update: Tensor, group: Group, dtype: torch.dtype, peers: Peers | None
+) -> Tensor | Partial:
+    """`Ops.reduce`: of few rows it is left to `add_norm`, which sums with ``peers``.
+
+    Of others NCCL does, what ``group`` has in ``dtype``.
+    """
+    if peers is not None and len(update) <= peers.rows:
+        return Partial(update)
+    return group.sum(add_parts(update, dtype))
+
+
+def add_norm(
+    residual: Tensor,
+    update: Tensor | Partial | None,
+    norm: Norm | RoundedNorm,
+    eps: float,
+    peers: Peers,
+) -> tuple[Tensor, Any]:
+    """`norm.add_norm`, of what `reduce` has left to it, too."""
+    if isinstance(update, Partial):
+        return norms.add_norm(residual, update.update, norm, eps, peers)
+    return norms.add_norm(residual, update, norm, eps)
+
+
+def share(group: Group, size: int, rows: int) -> Peers | None:
+    """The peers of a ``group`` for rows of ``size`` bytes, if GPUs share memory."""
+    nbytes = shared_bytes(group.size, rows, size)
+    addresses = group.share(nbytes, stop_word(group.size, rows))
+    if addresses is None:
+        return None
+    return Peers(addresses, group.rank, group.size, rows)
+
+
+def reducing(ops: Ops, group: Group, dtype: torch.dtype, hidden_size: int) -> Ops:
+    """The table ``ops`` of a rank with sums over the ranks' updates of ``dtype``."""
+    peers = None
+    if ops.add_norm is norms.add_norm:  # which compiles
+        peers = share(group, hidden_size * dtype.itemsize, EXCHANGED_ROWS)
+    adding = partial(reduce, group=group, dtype=dtype, peers=peers)
+    if peers is None:
+        return replace(ops, reduce=adding)
+    return replace(ops, reduce=adding, add_norm=partial(add_norm, peers=peers))

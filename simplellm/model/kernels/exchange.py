@@ -1,0 +1,130 @@
+"""How kernels of several GPUs exchange numbers: by each other's memory.
+
+Each rank has memory that all ranks' kernels write to: a slot of each rank for each row,
+twice, since calls take turns. A program puts its row into its slots at all others,
+raises a flag beside each, and waits for the flags of theirs in its own memory. There is
+no second exchange: whoever comes through a row's call n + 1 has seen the others' flags
+of it, and they raised these after all their kernels of call n were done. So nobody
+reads the slots of call n any more when call n + 2 writes to them.
+
+A row's calls are counted where its memory is, since a graph has no argument that
+changes. As long as all ranks launch the same, they count the same.
+
+R ranks, N numbers of a row, int32 words.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+STOP_WORDS = 4  # the first one is 1 once nobody shall wait any more
+
+
+@dataclass(frozen=True, eq=False)
+class Peers:
+    """The memory of all ranks, as this ``rank`` of ``ranks`` sees it, for ``rows``.
+
+    Each has the flags [2, R, rows], the counts of calls [rows], the stop words, and the
+    slots [2, R, rows, N]. ``rows`` is a multiple of 4.
+    """
+
+    addresses: Tensor  # int64 [R]
+    rank: int
+    ranks: int
+    rows: int
+
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        return {"RANK": self.rank, "RANKS": self.ranks, "ROWS": self.rows}
+
+
+def stop_word(ranks: int, rows: int) -> int:
+    """Where the stop words begin."""
+    return (2 * ranks + 1) * rows
+
+
+def shared_bytes(ranks: int, rows: int, size: int) -> int:
+    """What each rank has to share, for so many rows of up to ``size`` bytes."""
+    return 4 * (stop_word(ranks, rows) + STOP_WORDS) + 2 * ranks * rows * size
+
+
+ALONE: dict[str, Any] = {"RANK": 0, "RANKS": 1, "ROWS": 0}
+
+
+@triton.jit
+def words_of(peers_ptr, rank):
+    """A rank's memory as words."""
+    return tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def slots_of(
+    peers_ptr, rank, RANKS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """A rank's slots, of numbers of DTYPE."""
+    WORDS: tl.constexpr = (2 * RANKS + 1) * ROWS + 4
+    return (tl.load(peers_ptr + rank) + 4 * WORDS).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def wait_for(flag_ptr, call, stop_ptr):
+    """Wait until a flag is that of this call; not once there is a stop.
+
+    What was stored before the flag was raised is seen by what follows.
+    """
+    waiting = True
+    while waiting:
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        waiting = (seen != call) & (tl.load(stop_ptr, volatile=True) == 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def exchange(
+    x,
+    columns,
+    inside,
+    row,
+    peers_ptr,
+    N: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The sum of all ranks' x, rounded to DTYPE before, in the order of the ranks.
+
+    float32, the same bits on each of them. One program has all of a row.
+    """
+    x = x.to(DTYPE)
+    words = words_of(peers_ptr, RANK)
+    calls_ptr = words + 2 * RANKS * ROWS + row
+    stop_ptr = words + (2 * RANKS + 1) * ROWS
+    call = tl.load(calls_ptr) + 1
+    first = (call & 1) * (RANKS * ROWS) + row  # of this turn's slots
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            slots = slots_of(peers_ptr, other, RANKS, ROWS, DTYPE)
+            slot = (first + RANK * ROWS).to(tl.int64)
+            tl.store(slots + slot * N + columns, x, inside)
+    tl.debug_barrier()
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            flag_ptr = words_of(peers_ptr, other) + first + RANK * ROWS
+            tl.atomic_xchg(flag_ptr, call, sem="release", scope="sys")
+    own = slots_of(peers_ptr, RANK, RANKS, ROWS, DTYPE)
+    total = tl.zeros(x.shape, tl.float32)
+    for other in tl.static_range(RANKS):
+        if other == RANK:
+            total += x.to(tl.float32)
+        else:
+            slot = first + other * ROWS
+            wait_for(words + slot, call, stop_ptr)
+            theirs = own + slot.to(tl.int64) * N + columns
+            # Not from a cache of this processor's, which nobody else's stores reach.
+            total += tl.load(theirs, inside, 0, cache_modifier=".cg").to(tl.float32)
+    tl.store(calls_ptr, call)
+    return total

@@ -1,0 +1,92 @@
+"""Kernels of several ranks that write to each other's memory.
+
+In the interpreter ranks are processes, and their memory is that which all of them have.
+Between GPUs, tools/gpu/parallel.py checks the same.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from simplellm.model import ops
+from simplellm.model.kernels.exchange import Peers, shared_bytes, stop_word
+from simplellm.model.kernels.norm import add_norm
+
+EPS, ROWS, N, CALLS = 1e-5, 4, 96, 5
+PATIENCE = 60.0
+
+
+def forked(ranks: int, compute: Callable[[int], None]) -> None:
+    """Let each rank compute in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=compute, args=[n]) for n in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+
+
+def shared_memory(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each rank shares, and the addresses."""
+    nbytes = shared_bytes(ranks, ROWS, 4 * N)
+    memory = torch.zeros(ranks, nbytes, dtype=torch.uint8).share_memory_()
+    return memory, torch.tensor([part.data_ptr() for part in memory])
+
+
+@pytest.fixture
+def interpreter(kernel_device: str) -> None:
+    if kernel_device != "cpu":
+        pytest.skip("of one process and one GPU there is one rank")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_have_the_sum_of_all_and_the_same_bits(ranks: int) -> None:
+    """In each of several calls, of more and of fewer rows, with one of them late."""
+    generator = torch.Generator().manual_seed(ranks)
+    updates = torch.randn(CALLS, ranks, ROWS, 2, N, generator=generator)
+    residual = torch.randn(ROWS, N, generator=generator)
+    weight = torch.randn(N, generator=generator)
+    found = torch.zeros(ranks, CALLS, 2, ROWS, N).share_memory_()
+    _, addresses = shared_memory(ranks)
+
+    def compute(rank: int) -> None:
+        peers, own = Peers(addresses, rank, ranks, ROWS), residual.clone()
+        for call in range(CALLS):
+            time.sleep(0.05 * (rank == call % ranks))
+            rows = 1 + call % ROWS
+            update = updates[call, rank, :rows].contiguous()
+            x, normed = add_norm(own[:rows], update, weight, EPS, peers)
+            found[rank, call, 0, :rows], found[rank, call, 1, :rows] = x, normed
+
+    forked(ranks, compute)
+    for call in range(CALLS):
+        rows = 1 + call % ROWS
+        expected = ops.add_norm(
+            residual[:rows], updates[call, :, :rows].sum((0, 2)), weight, EPS
+        )
+        for got, one in zip(found[0, call], expected, strict=True):
+            torch.testing.assert_close(got[:rows], one, rtol=1e-5, atol=1e-5)
+        for rank in range(1, ranks):
+            assert found[rank, call].equal(found[0, call])
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_stop_ends_the_wait_for_a_rank_that_does_not_come() -> None:
+    memory, addresses = shared_memory(2)
+    update, weight = torch.ones(1, 2, N), torch.ones(N)
+
+    def compute(rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.3)
+            memory[0].view(torch.int32)[stop_word(2, ROWS)] = 1
+            return
+        begin = time.monotonic()
+        add_norm(torch.zeros(1, N), update, weight, EPS, Peers(addresses, 0, 2, ROWS))
+        assert time.monotonic() - begin > 0.25
+
+    forked(2, compute)
