@@ -80,7 +80,7 @@ def norm_case(kind, size, parts):
     start = norm.add_norm_launcher(size, parts, how)
     update, without = ("*fp32", "") if parts else ("", "update_ptr ")
     types = f"*bf16 {update} *fp32 {NAMES[dtype]} *fp32 i32 fp32"
-    return case_of(start, types, f"{without}update_weight_ptr bias_ptr")
+    return case_of(start, types, f"{without}update_weight_ptr bias_ptr peers_ptr")
 
 
 def activation_case(kind, size, parts):
