@@ -173,7 +173,7 @@ def as_contiguous(weight: StoredWeight) -> Weight:
 class RowParallel(Scaled):
     """Some columns of a weight whose inputs are rounded by one scale for all columns.
 
-    ``largest`` gives the greatest of what all ranks have, number by number.
+    ``largest`` is an all-reduce: of each number, the greatest that a rank has.
     """
 
     largest: Callable[[Tensor], Tensor]

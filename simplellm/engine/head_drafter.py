@@ -32,8 +32,8 @@ class AuxHiddenStates:
 class HeadDrafter:
     """Guesses how one request goes on, by a head with keys and values of its own.
 
-    It knows the request from the first token on that was computed for it: what a cache
-    of prompts had is not among what it has seen.
+    It knows the request from the first token on that was computed for it: of tokens
+    whose keys and values were cached it has seen no states.
     """
 
     def __init__(self, head: Head) -> None:

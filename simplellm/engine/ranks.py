@@ -116,11 +116,11 @@ class Ranks:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for the GPU inside of this. Raises EngineError if a rank keeps it."""
+        """Wait for the GPU inside of this. Raises EngineError if it takes too long."""
         yield
 
     def check(self, error: Exception | None = None) -> None:
-        """Raise EngineError if a rank has ended, or if ``error`` has parted them."""
+        """Raise EngineError if a rank has ended, or ``error`` put them out of step."""
 
     def close(self) -> None:
         """End the other ranks."""
@@ -233,7 +233,7 @@ class Leader(TensorParallel):
         self.processes.append(process)
 
     def _wait_for(self, rank: int) -> None:
-        """Wait for a rank that does something. Raises EngineError if it has failed."""
+        """Wait until a rank is done with its part. Raises EngineError if it failed."""
         reply = self.links[rank - 1].receive()
         if reply is None:
             status = self.processes[rank - 1].wait(END_SECONDS)
