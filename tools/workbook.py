@@ -62,6 +62,7 @@ KEEP = """\
 ```python
 from course import keep
 
+# From here on this page runs yours if it's right, else ours.
 {root} = keep("{name}", {root})
 ```
 
