@@ -81,9 +81,12 @@ test-bits: test
 LAB = JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab \
 	--LabApp.extra_labextensions_path="$(CURDIR)/.jupyter/labextensions" $(OPTIONS)
 
+# What a reader needn't see of the workbook's folder.
+HIDDEN = $(foreach name,course figures *.py *.toml,--ContentsManager.hide_globs="$(name)")
+
 lab: $(STAMP)
 	@test -e workbook/test_blanks.py || $(PY) tools/workbook.py make
-	$(LAB) --ServerApp.root_dir="$(CURDIR)/workbook" \
+	$(LAB) --ServerApp.root_dir="$(CURDIR)/workbook" $(HIDDEN) \
 		--LabApp.default_url=/lab/tree/index.md
 
 read: $(STAMP)
