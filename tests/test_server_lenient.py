@@ -807,7 +807,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGE, {"tools": [{"type": "code_execution_20260120"}]}, "as a tool"),
     (MESSAGE, {"n": 2}, "one turn"),
     (COMPLETE, {"best_of": 2}, "use n"),
-    (COMPLETE, {"suffix": "x"}, "fill in the middle"),
+    (COMPLETE, {"suffix": "x"}, "with parse_special"),
 ]
 
 

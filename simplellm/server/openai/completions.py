@@ -48,7 +48,10 @@ class CompletionBody(SampledBody):
 
     unsupported: ClassVar = SHARED_UNSUPPORTED | {
         "best_of": Unsupported("use n, and choose among the answers yourself", (1,)),
-        "suffix": Unsupported("gpt-oss was not trained to fill in the middle", ("",)),
+        "suffix": Unsupported(
+            "write the model's own tokens for it into the prompt, with parse_special",
+            ("",),
+        ),
     }
 
     prompt: Annotated[Any, WithJsonSchema(SOME_PROMPT)]
