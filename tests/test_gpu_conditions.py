@@ -139,7 +139,7 @@ def test_no_capture(caplog: pytest.LogCaptureFixture) -> None:
 def test_full_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt needs more than there is, while six others are answered."""
     # It is computed in one step.
-    monkeypatch.setattr("simplellm.engine.scheduler.MOST_BESIDE", 8192)
+    monkeypatch.setattr("simplellm.engine.scheduler.PREFILL_BESIDE_DECODES", 8192)
     engine = make_engine(two_layers(), **SMALL, max_num_seqs=16)
     serve(engine)  # what a step of small batches needs is there
     client = Client(engine)
