@@ -22,6 +22,7 @@ from simplellm.engine.graphs import QUERIES
 from simplellm.model.kernels import (
     bandwidth,
     decode,
+    decode_fp8,
     draw,
     filters,
     linear,
@@ -44,6 +45,8 @@ OTHERS |= {"blocks", "grouped_few", "rounding", "routing", "sorting"}
 # came with, and what a kernel has written that all later ones have waited for.
 EARLY = {
     "decode_kernel": "lengths_ptr offsets_ptr tables_ptr sinks_ptr keys_ptr values_ptr",
+    "decode_fp8_kernel": "lengths_ptr offsets_ptr tables_ptr sinks_ptr keys_ptr "
+    "values_ptr",
     "join_kernel": "lengths_ptr offsets_ptr",
     "prefill_kernel": "query_start_loc_ptr lengths_ptr offsets_ptr tables_ptr "
     "sinks_ptr",
@@ -67,17 +70,16 @@ def sizes_of(heads, window):
     return AttentionSizes.of(q, keys, window, heads == GPT_OSS)
 
 
-def decode_plan(batch, heads, window=None, places=4096 * 64, itemsize=2):
-    tiles = decode.decode_tiles(batch, heads[2], window, itemsize)
+def decode_plan(batch, heads, window=None, places=4096 * 64):
+    tiles = decode.decode_tiles(batch, heads[2], window)
     return decode.decode_plan(tiles, batch, places // 64, sizes_of(heads, window))
 
 
-def decode_case(batch, window=None, heads=GPT_OSS, cache="bf16"):
+def decode_case(batch, window=None, heads=GPT_OSS):
     sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
-    pages = f"*{cache} *{cache}"
     return case_of(
-        decode_plan(batch, heads, window, itemsize=1 + (cache == "bf16")).start,
-        f"*bf16 {pages} *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 i32",
+        decode_plan(batch, heads, window).start,
+        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 i32",
         without,
         aligned=("stride_page",),
     )
@@ -137,9 +139,21 @@ def attention_cases(heads):
     return list({str(case): case for case in cases}.values())
 
 
+def decode_fp8_case(batch, heads):
+    sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
+    tiles, sizes = decode_fp8.fp8_tiles(batch, heads[2]), sizes_of(heads, None)
+    kernel = decode_fp8.decode_fp8_kernel
+    return case_of(
+        decode.decode_plan(tiles, batch, 4096, sizes, kernel, PTX=True).start,
+        f"*bf16 *i16 *i16 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 i32",
+        without,
+        aligned=("stride_page",),
+    )
+
+
 def fp8_cases(heads):
     """Attention over keys and values of FP8, as layers without a window have them."""
-    cases = [decode_case(batch, heads=heads, cache="fp8e4nv") for batch in (1, 8, 64)]
+    cases = [decode_fp8_case(batch, heads) for batch in BATCHES]
     cases += [prefill_case(heads=heads, cache="fp8e4nv")]
     return list({str(case): case for case in cases}.values())
 
@@ -260,7 +274,12 @@ ONE_OF_EACH = list({case.kernel: case for case in reversed(CASES)}.values())
 
 NEVER_WAIT = norm.embed_kernel, bandwidth.read_kernel
 # Of attention's programs, those without work do not wait, but there are always others.
-SOME_WAIT = decode.decode_kernel, prefill.prefill_kernel, verify.verify_kernel
+SOME_WAIT = (
+    decode.decode_kernel,
+    decode_fp8.decode_fp8_kernel,
+    prefill.prefill_kernel,
+    verify.verify_kernel,
+)
 
 
 def waits(case):
@@ -303,6 +322,14 @@ def test_keys_are_on_their_way_before_the_wait(batch, heads):
     early = decode.decode_tiles(batch, heads[2], None).early
     assert ("cp.async" in before) == early
     assert "ld.global" in after  # the queries, which the kernel before has written
+
+
+@pytest.mark.parametrize("heads", [GPT_OSS, (8, 4, 128)], ids=str)
+def test_fp8_values_are_turned_two_bytes_at_a_time(heads):
+    ptx = compile_case(decode_fp8_case(64, heads)).asm["ptx"]
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx
+    assert "cvt.rn.f16x2.e4m3x2" not in ptx
+    assert "ld.shared.b8" not in ptx
 
 
 def test_every_kernel_is_in_the_list():

@@ -8,9 +8,9 @@ puts them together in a table of operations.
   by side at load, `argmax_keys.py` numbers with their indices as one int64.
 - `norm.py`, `rope.py`, `linear.py`, `head.py`: the small parts of a layer and the head;
   `other_families.py` and `gated.py` what other families need besides.
-- `attention.py` chooses between `prefill.py`, `decode.py` and, where drafts are
-  checked, `verify.py`, all made of the parts in `key_tiles.py` and `softmax.py`;
-  `flash.py` is flash-attn.
+- `attention.py` chooses between `prefill.py`, `decode.py`, `decode_fp8.py` and, where
+  drafts are checked, `verify.py`, all made of the parts in `key_tiles.py` and
+  `softmax.py`; `flash.py` is flash-attn.
 - `blocks.py`, `sorting.py`, `routing.py`, `experts.py`, `experts_one.py` and
   `fragments.py`: experts in MXFP4; `grouped.py` and `grouped_few.py` those of other
   formats.

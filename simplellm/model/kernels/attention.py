@@ -5,6 +5,7 @@ from torch import Tensor
 
 from simplellm.model.batch import KVGroup
 from simplellm.model.kernels.decode import Scratch, decode_attention
+from simplellm.model.kernels.decode_fp8 import decode_fp8_attention
 from simplellm.model.kernels.prefill import prefill_attention
 from simplellm.model.kernels.verify import verify_attention
 
@@ -30,7 +31,9 @@ def attend(
         verify_attention(q, keys, values, group, sinks, out, scratch)
         return out
     if decodes:
-        decode_attention(q, keys, values, group, sinks, out, scratch)
+        fp8 = keys.dtype == torch.float8_e4m3fn
+        start = decode_fp8_attention if fp8 else decode_attention
+        start(q, keys, values, group, sinks, out, scratch)
     if decodes < q.shape[0]:
         chunks = group.chunks if decodes else group
         prefill_attention(

@@ -68,19 +68,13 @@ DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
 
 
 @cache
-def decode_tiles(
-    batch: int, dim: int, window: int | None, itemsize: int = 2
-) -> DecodeTiles:
-    """What the kernel runs with for so many sequences, and heads of ``dim``.
-
-    Of keys of one byte a number, as many bytes are under way.
-    """
+def decode_tiles(batch: int, dim: int, window: int | None) -> DecodeTiles:
+    """What the kernel runs with for so many sequences, and heads of ``dim``."""
     table = DECODE_TILES if dim <= 64 else WIDE_TILES
     tiles = table[max(least for least in table if least <= batch)]
     if window is not None and window <= DECODE_WINDOW.block:
         tiles = DECODE_WINDOW
-    block = block_of(tiles.block, dim)
-    return tiles._replace(block=2 * block if itemsize == 1 else block)
+    return tiles._replace(block=block_of(tiles.block, dim))
 
 
 def choose_splits(batch: int, kv_heads: int) -> int:
@@ -155,9 +149,9 @@ def store_result(
     part,  # the part's number
     group,  # [ROWS], query heads of the kv head
     cell,  # [ROWS, DIMS]
+    columns,  # [DIMS], of a head
     G: tl.constexpr,
     D: tl.constexpr,
-    DIMS: tl.constexpr,
 ):
     """An only part is the output. Others are left to `join_kernel`."""
     # Without keys there is the sink alone, or nothing at all.
@@ -166,9 +160,8 @@ def store_result(
         tl.store(out_ptr + offsets, mean.to(out_ptr.dtype.element_ty), mask=cell)
     else:
         mine = part * G + group
-        d = tl.arange(0, DIMS)
         tl.store(sums_ptr + mine, top + tl.log2(total), mask=group < G)
-        tl.store(parts_ptr + (mine * D)[:, None] + d[None, :], mean, mask=cell)
+        tl.store(parts_ptr + (mine * D)[:, None] + columns[None, :], mean, mask=cell)
 
 
 @triton.jit
@@ -309,13 +302,12 @@ def decode_kernel(
                     *(q_ptr, cell, keys_ptr, values_ptr, newest_row, is_mine),
                     *(top, total, scale, D, DIMS, PDL),
                 )
-        k, v = k.to(q.dtype), v.to(q.dtype)  # if they are stored in FP8
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = tl.where(there[None, :], logits, float("-inf"))
         top, total, acc = softmax_update(logits, v, top, total, acc, scale)
     store_result(
         *(acc, top, total, used == 1, out_ptr, parts_ptr, sums_ptr),
-        *(offsets, (row * K + head) * splits + split, group, cell, G, D, DIMS),
+        *(offsets, (row * K + head) * splits + split, group, cell, d, G, D),
     )
 
 
@@ -399,16 +391,25 @@ def join_constants(
 
 @cache
 def decode_plan(
-    tiles: DecodeTiles, batch: int, pages: int, sizes: AttentionSizes
+    tiles: DecodeTiles,
+    batch: int,
+    pages: int,
+    sizes: AttentionSizes,
+    kernel: Any = decode_kernel,
+    **others: Any,
 ) -> DecodePlan:
-    """For ``batch`` sequences whose tables have room for so many ``pages``."""
+    """For ``batch`` sequences whose tables have room for so many ``pages``.
+
+    The ``kernel`` may have ``others`` beside the constexprs of `decode_kernel`.
+    """
     longest = pages * sizes.PAGE
     if sizes.WINDOW:
         longest = min(longest, sizes.WINDOW)
     splits = min(choose_splits(batch, sizes.K), -(-longest // tiles.least))
     start = launcher(
-        decode_kernel,
+        kernel,
         **sizes._asdict(),
+        **others,
         BLOCK=tiles.block,
         EARLY=tiles.early,
         num_warps=tiles.warps,
@@ -440,15 +441,29 @@ def decode_attention(
     They must come from before something that all later work waits for: the start of a
     graph, a copy from or to the host, a synchronization.
     """
-    batch, pages_in_row = group.decodes, group.tables.shape[1]
     sizes = AttentionSizes.of(q, keys, group.window, sinks is not None)
-    tiles = decode_tiles(batch, sizes.D, group.window, keys.itemsize)
-    splits, scale, start, join, join_grid = decode_plan(
-        tiles, batch, pages_in_row, sizes
-    )
+    tiles = decode_tiles(group.decodes, sizes.D, group.window)
+    plan = decode_plan(tiles, group.decodes, group.tables.shape[1], sizes)
+    start_decodes(plan, tiles, q, keys, values, group, sinks, out, scratch)
+
+
+def start_decodes(
+    plan: DecodePlan,
+    tiles: DecodeTiles,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: KVGroup,
+    sinks: Tensor | None,
+    out: Tensor,
+    scratch: Scratch,
+) -> None:
+    """Launch what is planned; arguments as in `decode_attention`."""
+    batch, pages_in_row = group.decodes, group.tables.shape[1]
+    splits, scale, start, join, join_grid = plan
     parts, sums = scratch.parts, scratch.sums
     compiled = start(
-        (sizes.K, batch, splits),
+        (keys.shape[2], batch, splits),
         *(q, keys, values, group.tables, group.offsets, group.lengths, sinks, out),
         *(parts, sums, scale, tiles.least, keys.stride(0), pages_in_row),
     )

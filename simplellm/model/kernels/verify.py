@@ -181,7 +181,7 @@ def verify_kernel(
     group = tl.where(inside, group, G)
     store_result(
         *(acc, top, total, used == 1, out_ptr, parts_ptr, sums_ptr),
-        *(offsets, part, group, cell, G, D, DIMS),
+        *(offsets, part, group, cell, d, G, D),
     )
 
 
