@@ -10,6 +10,7 @@ import pytest
 import torch
 from heads import drafted, layers_of, write_head
 from models import SMALL
+from problems import evaluation_set
 from test_speculation import answers
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from simplellm.api.load import load_model
 from simplellm.base.config import ConfigError
 from simplellm.checkpoint.eagle import head_config, read_head, read_head_config
 from simplellm.engine.head_drafter import HeadDrafter
-from simplellm.model.eagle import build_head, tapped
+from simplellm.model.eagle import tapped
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.offline_batch import PAGE, one_sequence
@@ -52,56 +53,18 @@ def states_of(model: Model, layers: Sequence[int], tokens: Sequence[int]) -> Ten
 # What it computes
 
 
-@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize(
+    ("flags", "pages"), [*((flags, 20) for flags in FLAGS), ({}, 120)]
+)
 def test_drafts_are_those_of_a_text_computed_at_once(
-    tiny: Model, tmp_path: Path, flags: dict[str, Any]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: dict[str, Any],
+    pages: int,
 ) -> None:
-    tensors = write_head(tmp_path, tiny.config, **flags)
-    config = read_head_config(tmp_path)
-    head = build_head(config, read_head(tmp_path, config), tiny)
-    drafter = HeadDrafter(head)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(tiny.config.vocab_size, (300,), generator=generator).tolist()
-    states = torch.randn(300, 3 * tiny.config.hidden_size, generator=generator)
-    wrong = torch.randn(5, states.shape[1], generator=generator)
-    # A prompt in two parts; then steps of one token and its drafts, some of them wrong.
-    drafter.observe(0, states[:20])
-    drafter.observe(20, states[20:270])
-    for known, sure in ((271, 1), (272, 3), (275, 2)):
-        for count in (3, 2):  # the same again: a step may have failed
-            found = drafter.propose(tokens[:known], count)
-            text = tokens[:known], count
-            rows = states[: known - 1]
-            expected = drafted(tensors, flags, tiny.embed_tokens, rows, *text)
-            assert found == (expected, 0)
-        drafter.observe(known - 1, torch.cat([states[known - 1 :][:sure], wrong]))
-    # It gave way, and is computed again.
-    drafter.observe(0, states[:276])
-    rows = states[:276]
-    again = drafted(tensors, flags, tiny.embed_tokens, rows, tokens[:277], 3)
-    assert drafter.propose(tokens[:277], 3) == (again, 0)
-
-
-def test_a_text_that_begins_in_a_cache_is_known_from_there_on(
-    tiny: Model, tmp_path: Path
-) -> None:
-    write_head(tmp_path, tiny.config)
-    config = read_head_config(tmp_path)
-    drafter = HeadDrafter(build_head(config, read_head(tmp_path, config), tiny))
-    assert drafter.propose([1, 2, 3], 2) == ([], 0)  # nothing was seen
-    drafter.observe(16, torch.randn(3, 3 * tiny.config.hidden_size))
-    found, _ = drafter.propose([*range(20)], 2)
-    assert len(found) == 2 and {token % 2 for token in found} == {0}
-    assert drafter.propose([*range(24)], 2) == ([], 0)  # what followed wasn't
-
-
-@pytest.mark.parametrize("number", [None, 3])
-def test_the_engine_drafts_of_the_states_of_its_own_steps(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
-) -> None:
-    """In chunks, among others, after wrong drafts, and after giving way."""
+    """In chunks, among others, after wrong drafts, after giving way, from a cache."""
     model = load_model(folder, device="cpu")
-    flags = {"norm_output": True}
     tensors = write_head(tmp_path, model.config, **flags)
     seen: list[tuple[list[int], list[int]]] = []
     propose = HeadDrafter.propose
@@ -111,16 +74,18 @@ def test_the_engine_drafts_of_the_states_of_its_own_steps(
         seen.append(([*tokens], drafts[0]))
         return drafts
 
-    sizes = {"num_pages": 20, "enable_prefix_caching": False}
-    config = replace(SMALL, **sizes, speculative=str(tmp_path))
-    config = replace(config, num_speculative_tokens=number)
+    config = replace(SMALL, num_pages=pages, speculative=str(tmp_path))
+    config = replace(config, num_speculative_tokens=3)
     prompts = [([n, *range(3, 9), 2 * n] * 3)[:20] for n in range(1, 7)]
     options: Any = {"max_tokens": 14, "temperature": 0, "ignore_eos": True}
     with LLM(folder, config, device="cpu") as llm:
-        monkeypatch.setattr(HeadDrafter, "propose", noted)  # once it was timed
+        if pages > 20:  # they will be found in the cache
+            llm.generate(prompts, **options).result()
+        monkeypatch.setattr(HeadDrafter, "propose", noted)
         outputs = llm.generate(prompts, **options).result()
         stats = llm.stats()
-    assert stats.preemptions > 0
+    cached = [output.num_cached_tokens > 0 for output in outputs]
+    assert all(cached) if pages > 20 else stats.preemptions > 0
     for prompt, output in zip(prompts, outputs, strict=True):
         text = [*prompt, *output.token_ids]
         mine = [(t, d) for t, d in seen if d and t == text[: len(t)]]
@@ -129,8 +94,7 @@ def test_the_engine_drafts_of_the_states_of_its_own_steps(
             count = len(drafts)
             args = tensors, flags, model.embed_tokens, states, tokens, count
             assert drafted(*args) == drafts
-    if number is not None:  # else it may find that drafts don't pay
-        assert stats.drafts > 20
+    assert stats.drafts > 20
 
 
 # The engine's texts
@@ -145,6 +109,22 @@ def test_a_heads_drafts_change_no_text(tmp_path: Path) -> None:
         texts, stats = answers(**options)
         assert texts == expected
     assert stats.draft_tokens["4"] > 100
+
+
+def test_the_embedded_model_has_a_head() -> None:
+    """Which guesses its answers to held-out questions, and changes none of them."""
+    asked = [problem.question for problem in evaluation_set(18)]  # two of each kind
+    chats = [[{"role": "user", "content": text}] for text in asked]
+    drafting: dict[str, Any] = {"speculative": "head", "num_speculative_tokens": 3}
+    found = []
+    for options in ({}, drafting):
+        with LLM(device="cpu", dtype="float32", **options) as llm:
+            outputs = llm.chat(chats, temperature=0, max_tokens=200)
+            found.append([output.choices[0].token_ids for output in outputs])
+            stats = llm.stats()
+    assert found[0] == found[1]
+    length = 1 + sum(stats.accepted_tokens.values()) / stats.drafts
+    assert length > 2.5, length
 
 
 # Its files
@@ -227,7 +207,9 @@ def test_a_head_for_another_model_is_refused_at_the_door(
         with pytest.raises(ValueError, match=message):
             LLM(folder, SMALL, device="cpu", speculative=str(path))
 
-    refused("speculative is .*; expected one of 'suffix', or the", tmp_path / "none")
+    expected = "expected one of 'suffix', 'head', or the"
+    refused(f"speculative is .*; {expected}", tmp_path / "none")
+    refused("speculative is 'head'; expected a folder .*head with the", Path("head"))
     write_head(tmp_path, replace(tiny.config, vocab_size=2 * tiny.config.vocab_size))
     refused("vocab_size is .*; expected .*, the model's vocab_size")
     write_head(tmp_path, replace(tiny.config, hidden_size=64))

@@ -26,9 +26,10 @@ from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import sent
 from simplellm.engine.build_speculation import (
+    capture_drafts,
     find_head,
     speculative_scheduler,
-    time_captured,
+    with_own_head,
 )
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes, verify_shapes
@@ -68,6 +69,7 @@ def load(
     ok = isinstance(config, EngineConfig | None)
     expect(ok, "config", config, "an EngineConfig", TypeError)
     config = (config or EngineConfig()).changed(options or {}).resolved(device.type)
+    config = with_own_head(config, path_of(path))
     packed = takes_packed(config, dtype, device)
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed, packed)
@@ -120,7 +122,7 @@ def load_engine(
             seqs = engine.scheduler.max_num_seqs
             verifying = verify_shapes(seqs, config.max_drafts)
             engine.runner.capture(bucket_sizes(seqs), MIXED_SIZES, verifying)
-            time_captured(engine.scheduler, engine.runner)
+            capture_drafts(engine.scheduler, engine.runner)
     return engine, why, weights_seconds
 
 

@@ -60,9 +60,10 @@ Where = Annotated[
 Speculative = Annotated[
     str | None,
     typer.Option(
-        metavar="suffix|HEAD",
+        metavar="suffix|head|FOLDER",
         help="Guess tokens and check several in a step; the text stays the same. "
-        "suffix: from what the text has said before; or an EAGLE-3 head's folder.",
+        "suffix: from what the text has said before; head: the model's own EAGLE-3 "
+        "head, if it has one; or another's folder.",
     ),
 ]
 Drafts = Annotated[

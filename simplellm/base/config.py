@@ -475,7 +475,8 @@ class EngineConfig:
     # Processes that share each weight, and compute each step together.
     tensor_parallel_size: int = declared(1)
     # Where drafts of the next tokens come from: "suffix", what the text said before, or
-    # the folder of an EAGLE-3 head (method and model in speculative_config).
+    # the folder of an EAGLE-3 head (method and model in speculative_config); "head" is
+    # the folder of that name in the model's own.
     speculative: str | None = None
     # Drafts of a request in a step; None: as many as are worth what they cost.
     num_speculative_tokens: int | None = declared(None, high=64)

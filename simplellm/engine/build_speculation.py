@@ -1,29 +1,42 @@
 """What an engine that checks drafts is made of: by its config, once, at load."""
 
-import time
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.eagle import HeadConfig, read_head, read_head_config
-from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafter
+from simplellm.engine.graphs import MOST_VERIFIED, bucket_sizes
+from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafter, HeadProposer
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
 from simplellm.engine.speculation import (
     DRAFTERS,
+    LONGEST_DRAFT,
     SpeculativeScheduler,
     Speculator,
     StepCosts,
 )
-from simplellm.engine.step_times import REPEATS, time_steps
-from simplellm.model.eagle import Head, build_head
+from simplellm.engine.step_times import time_steps
+from simplellm.model.eagle import build_head
+from simplellm.model.ops import PLAIN
 
+HEAD = "head"  # what `speculative` is for the head in the model's own folder
 HEAD_DRAFTS = 5  # of a head in a step at most, where the number is chosen
-TIMED_TOKENS = 64  # tokens that a head is timed with
+
+
+def with_own_head(config: EngineConfig, folder: Path) -> EngineConfig:
+    """``config``, where "head" has become the folder of that name in the model's.
+
+    Raises ValueError if there is none.
+    """
+    if config.speculative != HEAD:
+        return config
+    path = folder / HEAD
+    expected = f"a folder {path} with the model's own EAGLE-3 head"
+    expect(path.is_dir(), "speculative", HEAD, expected)
+    return config.changed({"speculative": str(path)})
 
 
 def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
@@ -34,7 +47,7 @@ def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
     name = config.speculative
     if name is None or name in DRAFTERS:
         return None
-    known = ", ".join(map(repr, DRAFTERS))
+    known = ", ".join(map(repr, [*DRAFTERS, HEAD]))
     expected = f"one of {known}, or the folder of an EAGLE-3 head"
     expect(Path(name).is_dir(), "speculative", name, expected)
     ranks = config.tensor_parallel_size
@@ -45,24 +58,25 @@ def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
     return head
 
 
-def seconds_per_draft(head: Head) -> float:
-    """What a draft takes of a text that the head knows."""
-    drafter, times = HeadDrafter(head), []
-    size = len(head.layers) * head.config.target_hidden_size
-    drafter.observe(0, head.fc.new_zeros(TIMED_TOKENS, size))
-    for most in [1] + [4] * (1 + REPEATS):
-        start = time.perf_counter()
-        drafter.propose([0] * (TIMED_TOKENS + 1), most)
-        times.append((time.perf_counter() - start) / 3)
-    return min(times[2:])
-
-
-def time_captured(scheduler: Scheduler, runner: Runner) -> None:
-    """Measure again what steps cost, now that they are captured."""
+def capture_drafts(scheduler: Scheduler, runner: Runner) -> None:
+    """Record what is done for drafts, and measure again: steps are captured now."""
+    if runner.proposer is not None:
+        views = {
+            graph.shape: runner.batch_of(graph.shape)
+            for graph in (*runner.captured, *runner.verifying)
+        }
+        sizes = bucket_sizes(runner.max_num_seqs)
+        runner.proposer.capture(views, runner.sampled_tokens, sizes)
     if isinstance(scheduler, SpeculativeScheduler):
-        speculator = scheduler.speculator
-        if speculator.costs is not None:
-            speculator.costs = StepCosts(time_steps(runner))
+        measure(scheduler.speculator, runner)
+
+
+def measure(speculator: Speculator, runner: Runner) -> None:
+    """What steps and drafts cost, if the number of drafts is chosen by that."""
+    if speculator.costs is not None:
+        speculator.costs = StepCosts(time_steps(runner))
+        if runner.proposer is not None:
+            speculator.seconds = runner.proposer.seconds_per_draft()
 
 
 def speculative_scheduler(
@@ -71,23 +85,36 @@ def speculative_scheduler(
     """The scheduler of ``rules`` for an engine that checks drafts."""
     name, number = config.speculative, config.num_speculative_tokens
     assert name is not None
-    if name in DRAFTERS:
-        speculator = Speculator.of(name, number, partial(time_steps, runner))
-    else:
-        head_config = find_head(config, runner.model.config)
-        assert head_config is not None
-        head = build_head(head_config, read_head(Path(name), head_config), runner.model)
-        aux = AuxHiddenStates(runner.model, head.layers, config.max_num_batched_tokens)
-        costs = StepCosts(time_steps(runner)) if number is None else None
-        with torch.inference_mode():
-            seconds = seconds_per_draft(head)
-        speculator = Speculator(
-            number or HEAD_DRAFTS,
-            costs,
-            partial(HeadDrafter, head),
-            seconds=seconds,
-            hidden_states=aux.states,
-        )
+    most, drafter = number or LONGEST_DRAFT, DRAFTERS.get(name)
+    if drafter is None:
+        most, drafter = number or HEAD_DRAFTS, HeadDrafter
+        runner.proposer = head_proposer(runner, config, most)
+    costs = StepCosts({1: 0.0}) if number is None else None
+    speculator = Speculator(most, costs, drafter, proposer=runner.proposer)
+    measure(speculator, runner)
     return SpeculativeScheduler(
         runner.manager, **rules, speculator=speculator, max_drafts=config.max_drafts
     )
+
+
+def head_proposer(runner: Runner, config: EngineConfig, most: int) -> HeadProposer:
+    """What drafts with the head whose folder ``speculative`` is."""
+    model, pool = runner.model, runner.pool
+    found = find_head(config, model.config)
+    assert found is not None and config.speculative is not None
+    head = build_head(found, read_head(Path(config.speculative), found), model)
+    aux = AuxHiddenStates(model, head.layers, config.max_num_batched_tokens)
+    rows = config.max_num_seqs
+    if model.device.type == "cuda":  # for captured steps, with a row for each token
+        rows = max(rows, MOST_VERIFIED)
+    ops = replace(model.ops, rope_and_cache=PLAIN.rope_and_cache)
+    if model.ops.name == "Triton":
+        from simplellm.model.kernels.fused import attend_in
+
+        invariant = config.batch_invariant
+        sizes = found.num_attention_heads, found.num_key_value_heads, found.head_dim
+        ops = replace(
+            model.ops, attend=attend_in(rows, *sizes, model.device, invariant)
+        )
+    shape = len(pool.keys[0]), pool.page_size
+    return HeadProposer(head, ops, aux.states, shape, rows, runner.table_width, most)

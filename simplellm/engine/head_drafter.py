@@ -1,13 +1,34 @@
-"""Drafts of an EAGLE-3 head, from what the model made of a request's tokens."""
+"""Drafts of an EAGLE-3 head, for all requests of a step at once.
 
-from collections.abc import Sequence
+The head is a layer more: its keys and values lie in pages of its own, under the numbers
+of the model's. After each step it reads what the model made of the step's tokens and
+which tokens follow them; then it drafts, a token of every request at a time. All of it
+happens on the device, without waiting for what the step has sampled.
+
+T tokens of a step, n requests that it samples for, K kv heads, D head_dim.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.model.eagle import Head, HeadCache, tapped
+from simplellm.base.draft_position import SamplePosition
+from simplellm.base.request import Request
+from simplellm.base.transfer import pinned, upload
+from simplellm.engine.graphs import CaptureError, CaptureShape, record
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.scheduler import ScheduledChunk
+from simplellm.model.batch import Batch, KVGroup
+from simplellm.model.eagle import Head, tapped
 from simplellm.model.model import Model
+from simplellm.model.ops import Ops
+
+REPEATS = 5  # of which the fastest counts
 
 
 class AuxHiddenStates:
@@ -30,61 +51,302 @@ class AuxHiddenStates:
 
 
 class HeadDrafter:
-    """Guesses how one request goes on, by a head with keys and values of its own.
+    """The drafts of one request, which come with its tokens."""
 
-    It knows the request from the first token on that was computed for it: of tokens
-    whose keys and values were cached it has seen no states.
+    def __init__(self) -> None:
+        # How long the text is that they continue, its last token, and they.
+        self.latest: tuple[int, int, list[int]] = (0, 0, [])
+
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
+        """Up to ``most`` tokens that may follow ``tokens``, and 0: all as sure."""
+        length, last, drafts = self.latest
+        known = len(tokens) == length and tokens[-1] == last
+        return drafts[:most] if known else [], 0
+
+
+class HeadProposer:
+    """A head with its pages, which drafts after each step.
+
+    ``states`` are those of the step's tokens [T, 3 * hidden]; ``ops`` compute, and
+    attend with room for ``rows`` requests. ``shape`` are the pages of a cache and the
+    tokens of a page. At most ``most`` drafts are made for a request. What comes of them
+    goes to ``deliver``: a request, how long its text is and the last token of it, and
+    its drafts.
     """
 
-    def __init__(self, head: Head) -> None:
-        self.head = head
-        self._reset(0)
+    def __init__(
+        self,
+        head: Head,
+        ops: Ops,
+        states: Tensor,
+        shape: tuple[int, int],
+        rows: int,
+        width: int,
+        most: int,
+    ) -> None:
+        self.head, self.ops, self.states, self.most = head, ops, states, most
+        self.page_size, config = shape[1], head.config
+        device, empty = states.device, head.fc.new_zeros
+        heads, dim = config.num_key_value_heads, config.head_dim
+        self.keys, self.values = empty(2, *shape, heads, dim)
+        self.count = most  # drafts to make after the step that comes now
+        self.deliver: Callable[[Request, int, int, list[int]], object]
+        self.deliver = lambda request, length, last, drafts: None
 
-    def _reset(self, first: int) -> None:
-        """Begin with the state at position ``first``."""
-        self.cache = HeadCache(self.head.config, self.head.fc)
-        self.first = first
-        self.waiting: Tensor | None = None  # states behind those in the cache
-        self.latest: tuple[Tensor, Tensor] | None = None  # what the cache ends with
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-    def observe(self, start: int, states: Tensor) -> None:
-        """The model has computed tokens from position ``start`` on, drafts among them.
+        # Of each request: its first sample, its drafts that the step checks, its row in
+        # the block table, and for how many positions that has pages; 0 for padding.
+        self.staging = [pinned([4, rows], torch.int32, device) for _ in range(2)]
+        self.columns = numbers(4, rows)
+        # What the next draft is made of.
+        self.q = empty(rows, config.num_attention_heads, dim)
+        self.residual = empty(rows, config.hidden_size)
+        self.fed = empty(rows, config.hidden_size)
+        self.current = numbers(rows, dtype=torch.int64)
+        self.positions = numbers(rows)
+        self.tables = numbers(rows, width)
+        self.width = width  # of it, that the step has
+        self.place = numbers(1, dtype=torch.int64)  # of the next draft in found
+        self.zeros, self.starts = numbers(rows), torch.arange(rows + 1, device=device)
+        self.starts = self.starts.int()
+        self.places = torch.arange(most, device=device).int()
+        # Of each request: how many drafts were right, and the new ones.
+        self.found = numbers(rows, 1 + most)
+        size = [rows, 1 + most]
+        self.host = [pinned(size, torch.int32, device) for _ in range(2)]
+        self.index = 0
+        self.reads: dict[CaptureShape, Callable[[], None]] = {}
+        self.drafts: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
 
-        states [n, 3 * hidden], which are copied. Those of wrong drafts are replaced by
-        what comes at their places.
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) in this order."""
+        for source, target in pages:
+            for memory in (self.keys, self.values):
+                memory[target] = memory[source]
+
+    # On the device
+
+    def _read(
+        self, batch: Batch, following: Tensor, sampled: Tensor, count: int
+    ) -> None:
+        """Read the step's tokens, and get ready to draft for ``count`` requests.
+
+        ``following`` [T] are the tokens after each.
         """
-        done = self.first + self.cache.size
-        waiting = self.waiting
-        if start > done + (0 if waiting is None else len(waiting)):
-            self._reset(start)
-            done, waiting = start, None
-        kept = [] if waiting is None else [waiting[: max(start - done, 0)]]
-        self.waiting = torch.cat([*kept, states[max(done - start, 0) :]])
+        tokens, ops = batch.tokens, self.ops
+        x = self.head.combine(self.states[: len(tokens)])
+        residual, qkv = self.head.inputs(ops, x, following)
+        group, cache = batch.groups[0], (self.keys, self.values)
+        q = ops.rope_and_cache(
+            qkv, self.head.attn, batch.positions, *cache, group.slots
+        )
+        if count == 0:
+            return
+        first, checked, owners, _ = self.columns[:, :count]
+        last = min(len(batch.logits_indices), len(sampled)) - 1
+        samples = (first[:, None] + self.places).clamp(max=last)
+        after = (batch.logits_indices[samples] + 1).clamp(max=len(tokens) - 1)
+        right = (sampled[samples] == tokens[after]) & (self.places < checked[:, None])
+        accepted = right.int().cumprod(1).sum(1, dtype=torch.int32)
+        at = batch.logits_indices[(first + accepted).clamp(max=last)]
+        self.found[:count, 0] = accepted
+        self.q[:count], self.residual[:count] = q[at], residual[at]
+        self.positions[:count] = batch.positions[at]
+        self.tables[:count, : group.tables.shape[1]] = group.tables[owners]
+
+    def _draft(self, count: int) -> None:
+        """A draft for each of ``count`` requests, from its state."""
+        room, tables = self.columns[3, :count], self.tables[:count, : self.width]
+        lengths = torch.minimum(self.positions[:count] + 1, room)
+        group = KVGroup(
+            slots=self.zeros[:0],
+            tables=tables,
+            offsets=self.zeros[:count],
+            lengths=lengths,
+            query_start_loc=self.starts[: count + 1],
+            decodes=count,
+            window=None,
+            page_size=self.page_size,
+        )
+        out = self.ops.attend(self.q[:count], self.keys, self.values, group, None)
+        x = self.residual[:count].clone()
+        normed, fed = self.head.outputs(self.ops, x, out)
+        tokens = self.head.draft(normed)
+        self.fed[:count], self.current[:count] = fed, tokens
+        place = self.place.expand(count, 1)
+        self.found[:count].scatter_(1, place, tokens.int()[:, None])
+        self.place += 1
+
+    def _first(self, count: int) -> None:
+        self.place.fill_(1)
+        self._draft(count)
+
+    def _next(self, count: int) -> None:
+        """Read the draft that was made, and make one more."""
+        size, attn = self.page_size, self.head.attn
+        self.positions[:count] += 1
+        positions = self.positions[:count].clamp(max=len(attn.cos) - 1)
+        pages = (positions // size).clamp(max=self.width - 1).long()
+        pages = self.tables[:count].gather(1, pages[:, None])[:, 0]
+        # Beyond the pages that there are, a draft's keys are not written.
+        there = positions < self.columns[3, :count]
+        slots = torch.where(there, pages * size + positions % size, -1).int()
+        x = self.fed[:count].clone()
+        residual, qkv = self.head.inputs(self.ops, x, self.current[:count])
+        cache = self.keys, self.values
+        q = self.ops.rope_and_cache(qkv, attn, positions, *cache, slots)
+        self.q[:count], self.residual[:count] = q, residual
+        self._draft(count)
 
     @torch.inference_mode()
-    def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Up to ``most`` tokens that may follow ``tokens``, and 0: all as sure.
+    def capture(
+        self, views: Mapping[CaptureShape, Batch], sampled: Tensor, sizes: Sequence[int]
+    ) -> None:
+        """Record what is done after captured steps without prompts.
 
-        All tokens but the last must have been computed.
+        ``views`` are their batches, and ``sizes`` numbers of requests.
         """
-        head, done = self.head, self.first + self.cache.size
-        count = len(tokens) - 1 - done
-        most = min(most, len(head.cos) - len(tokens))
-        there = 0 if self.waiting is None else len(self.waiting)
-        if count < 0 or count > there or most <= 0:
-            return [], 0
-        if count:
-            assert self.waiting is not None
-            x = head.combine(self.waiting[:count])
-            ids = torch.tensor(tokens[done + 1 :], device=x.device)
-            normed, x = head.forward(x, ids, done, self.cache)
-            self.waiting, self.latest = self.waiting[count:], (normed[-1:], x[-1:])
-        if self.latest is None:
-            return [], 0
-        normed, x = self.latest
-        size, drafts = self.cache.size, [head.draft(normed)]
-        for position in range(len(tokens) - 1, len(tokens) - 2 + most):
-            normed, x = head.forward(x, drafts[-1], position, self.cache)
-            drafts.append(head.draft(normed))
-        self.cache.size = size
-        return torch.cat(drafts).tolist(), 0
+        pool: Any = None
+
+        def recorded(run: Callable[[], None]) -> Callable[[], None]:
+            nonlocal pool
+            run()  # what it needs once, it takes now
+            graph = record(run, pool)
+            pool = pool or graph.pool()
+            replay: Callable[[], None] = graph.replay
+            return replay
+
+        self.columns.zero_()
+        try:
+            for size in sorted(sizes, reverse=True):
+                runs = partial(self._first, size), partial(self._next, size)
+                self.drafts[size] = recorded(runs[0]), recorded(runs[1])
+            for shape, batch in sorted(views.items(), reverse=True):
+                batch.pad()
+                count = len(batch.tokens)
+                following = sampled[:count]
+                run = partial(self._read, batch, following, sampled, count)
+                self.reads[shape] = recorded(run)
+        except (CaptureError, torch.OutOfMemoryError):
+            return  # other steps start their kernels one by one
+
+    # From the host
+
+    def propose(
+        self,
+        scheduled: Sequence[ScheduledChunk],
+        samples: Sequence[SamplePosition],
+        batch: Batch,
+        sampled: Tensor,
+        manager: PageManager,
+        shape: CaptureShape | None,
+    ) -> Callable[[Sequence[int]], None] | None:
+        """Read a step, and draft after it as much as `count` says.
+
+        ``samples`` are where it has ``sampled``, and ``shape`` is that of its graph, if
+        that has no prompts. Once the device is done, what is returned hands the drafts
+        out; it is given the step's tokens.
+        """
+        decoding = all(c.length == 1 + len(c.request.drafts) for c in scheduled)
+        if self.count == 0 and decoding:
+            return None
+        self.index ^= 1
+        self.width = batch.groups[0].tables.shape[1]
+        asked = self._arrange(scheduled, batch, manager) if self.count else []
+        count = len(asked)
+        if shape is not None and shape in self.reads:
+            self.reads[shape]()
+        else:
+            following = self._following(scheduled, batch, sampled, len(samples))
+            self._read(batch, following, sampled, count)
+        if not count:
+            return None
+        size = next((size for size in sorted(self.drafts) if size >= count), None)
+        runs: tuple[Callable[[], None], Callable[[], None]]
+        runs = partial(self._first, count), partial(self._next, count)
+        first, one_more = runs if size is None else self.drafts[size]
+        first()
+        for _ in range(self.count - 1):
+            one_more()
+        host, made = self.host[self.index][:count], self.count
+        host.copy_(self.found[:count], non_blocking=True)
+
+        def arrived(tokens: Sequence[int]) -> None:
+            for asker, row in zip(asked, host.tolist(), strict=True):
+                request, sample, length, room = asker
+                right, *drafts = row[: 1 + made]
+                length += right + 1
+                # A draft has read those before it, if there was room for them.
+                good = drafts[: max(0, room - length + 2)]
+                self.deliver(request, length, tokens[sample + right], good)
+
+        return arrived
+
+    def _arrange(
+        self, scheduled: Sequence[ScheduledChunk], batch: Batch, manager: PageManager
+    ) -> list[tuple[Request, int, int, int]]:
+        """Fill the columns, of the chunks that sample.
+
+        Returns their requests, which sample is the first of each, how many tokens it
+        has computed without its drafts, and for how many there is room.
+        """
+        group, asked = batch.groups[0], list[tuple[Request, int, int, int]]()
+        rows: list[tuple[int, int, int, int]] = []
+        decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), 0)
+        row = sample = 0
+        for number, (request, start, length, samples) in enumerate(scheduled):
+            if group.queries == 1 and number == decodes and length > 1:
+                row = group.decodes  # chunks come after all the room for decodes
+            drafts = len(request.drafts)
+            if samples:
+                pages = manager.tables[request.request_id].groups[0]
+                room = min(len(pages), self.width) * self.page_size
+                rows.append((sample, drafts, row, room))
+                asked.append((request, sample, start + length - drafts, room))
+                sample += 1 + drafts
+            row += 1 if group.queries == 1 else -(-length // group.queries)
+        if rows:
+            staging = self.staging[self.index]
+            columns = staging.numpy()
+            columns[:] = 0
+            columns[:, : len(rows)] = np.array(rows, dtype=np.int32).T
+            self.columns.copy_(staging, non_blocking=True)
+        return asked
+
+    @staticmethod
+    def _following(
+        scheduled: Sequence[ScheduledChunk], batch: Batch, sampled: Tensor, count: int
+    ) -> Tensor:
+        """The token after each of the step's: in the text, or just sampled."""
+        following = batch.tokens.roll(-1).clamp(min=0)
+        ends, tokens, end = [], [], 0
+        for chunk in scheduled:
+            end += chunk.length
+            if not chunk.samples:
+                ends.append(end - 1)
+                tokens.append(chunk.request.tokens[chunk.start + chunk.length])
+        if ends:
+            where = upload(ends, torch.int64, following.device)
+            following[where] = upload(tokens, torch.int32, following.device)
+        following[batch.logits_indices[:count].long()] = sampled[:count]
+        return following
+
+    @torch.inference_mode()
+    def seconds_per_draft(self) -> float:
+        """What a draft takes, for one request with nothing in the cache."""
+        self.columns.zero_()
+        self.columns[3, 0] = self.page_size
+        size = min(self.drafts, default=0)
+        run = self.drafts[size][1] if size else partial(self._next, 1)
+        times = []
+        for _ in range(1 + REPEATS):
+            self.place.fill_(1)
+            self.positions.zero_()
+            start = time.perf_counter()
+            run()
+            if self.columns.is_cuda:
+                torch.cuda.synchronize(self.columns.device)
+            times.append(time.perf_counter() - start)
+        return min(times[1:])

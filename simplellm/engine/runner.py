@@ -86,6 +86,7 @@ class Runner:
     ) -> None:
         self.model, self.pool, self.manager = model, pool, manager
         self.ranks = ranks
+        self.proposer: Any = None  # a `HeadProposer`, if a head drafts
         self.max_num_seqs = config.max_num_seqs
         # Columns of a block table: a multiple of 16, so that kernels are compiled once.
         self.table_width = 16 * -(-max_model_len // (16 * pool.page_size))
@@ -119,6 +120,8 @@ class Runner:
         self.captured: list[CapturedGraph] = []  # decode steps, by size
         self.mixed: list[CapturedGraph] = []  # steps with prompts, by size
         self.verifying: list[CapturedGraph] = []  # decode steps with drafts, by size
+        # The step under way: what it computes, its shape, and that of its graph.
+        self.step: tuple[Sequence[ScheduledChunk], Any, CaptureShape | None]
         self._columns: tuple[list[int], SamplingTensors] | None = None
 
     def view(
@@ -133,6 +136,12 @@ class Runner:
         """A step of this shape at the beginning of ``flat``."""
         rows, sizes = (tokens, sequences, pages, decodes), self.pool
         return Batch.of(flat, *rows, sizes.windows, sizes.page_size, queries)
+
+    def batch_of(self, shape: CaptureShape) -> Batch:
+        """The captured step of this shape."""
+        tokens, most, chunks, queries = shape
+        rows, width = most + chunks, self.table_width
+        return self.view(self.inputs, tokens, rows, width, most, queries)
 
     # Graphs
 
@@ -149,9 +158,7 @@ class Runner:
         """
 
         def padding(shape: CaptureShape) -> Callable[[], object]:
-            tokens, most, chunks, queries = shape
-            rows, width = most + chunks, self.table_width
-            batch = self.view(self.inputs, tokens, rows, width, most, queries)
+            batch = self.batch_of(shape)
             batch.pad()
             return partial(self.replayed, batch, shape)
 
@@ -215,6 +222,8 @@ class Runner:
         """
         copies = self.manager.take_copies()
         self.pool.copy(copies)
+        if self.proposer is not None:
+            self.proposer.copy(copies)
         if copies or self.speculative:  # where pages were taken back, and others came
             self.tables.forget()
         rows = len(scheduled)
@@ -237,6 +246,8 @@ class Runner:
         replayed = None if graph is None else graph.shape
         self.ranks.forward(flat, shape, len(sampling), copies, targets, replayed)
         self.sampling = [*sampling]
+        alone = graph is not None and not graph.shape.chunks
+        self.step = scheduled, shape, graph.shape if graph and alone else None
         self.scores = self.compute(flat, shape, len(sampling), targets, graph)
 
     def compute(
@@ -343,8 +354,8 @@ class Runner:
         """Columns of a step's block tables."""
         if self.device.type == "cuda":  # always the same, for graphs and kernels
             return self.table_width
-        ends = max(chunk.start + chunk.length for chunk in scheduled)
-        return -(-ends // self.pool.page_size)
+        tables = (self.manager.tables[chunk.request.request_id] for chunk in scheduled)
+        return max(len(table.groups[0]) for table in tables)
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[SamplePosition]) -> Flight:
@@ -395,6 +406,14 @@ class Runner:
             self._columns = numbers, tensors
         return self._columns[1]
 
+    def _draft(self, samples: Sequence[SamplePosition]) -> Any:
+        """Have the step's drafts made, if there are to be any."""
+        scheduled, shape, captured = self.step
+        batch = self.view(self.inputs, *shape)
+        return self.proposer.propose(
+            scheduled, samples, batch, self.sampled_tokens, self.manager, captured
+        )
+
     def forget(self) -> None:
         """A step went wrong: what is kept from step to step may not be true."""
         self._columns = None
@@ -404,6 +423,7 @@ class Runner:
         self, requests: Sequence[SamplePosition], sampled: SamplerOutput
     ) -> Flight:
         """Let the sampled tokens, and logprobs if there are any, come to the host."""
+        drafted = self._draft(requests) if self.proposer is not None else None
         host_output = self.host_output[self.buffer_index][: len(requests)]
         host_output.copy_(sampled.tokens, non_blocking=True)
         logprobs = [*map(fetch, sampled.logprobs)]
@@ -422,6 +442,8 @@ class Runner:
                     late = arrived.query()
                     arrived.synchronize()
             tokens = host_output.tolist()
+            if drafted is not None:
+                drafted(tokens)
             scored = token_logprobs(counts, tokens, logprobs, full)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]

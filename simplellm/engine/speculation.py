@@ -45,6 +45,16 @@ class Drafter(Protocol):
         """
 
 
+class Proposer(Protocol):
+    """Makes drafts after a step, on the device, for all requests that it samples for.
+
+    It makes ``count`` of each, and hands them to ``deliver``.
+    """
+
+    count: int
+    deliver: Callable[[Request, int, int, list[int]], object]
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter}
 
 
@@ -126,10 +136,9 @@ class Speculator:
     """Chooses each step's drafts. Plain Python, no tensors.
 
     ``most`` drafts of a request are checked in a step, always; or, with ``costs``, as
-    many as make it give most tokens a second, and none where nothing is gained. Where
-    a draft takes ``seconds``, as a head's do, no more are made than are checked.
-    ``hidden_states`` are what the model makes of a step's tokens, for drafters that
-    read it.
+    many as make it give most tokens a second, and none where nothing is gained. With a
+    ``proposer`` drafts are made after a step, on the device, for the one that follows;
+    then `plan` says whether there are any, before the step begins.
     """
 
     def __init__(
@@ -138,11 +147,12 @@ class Speculator:
         costs: StepCosts | None = None,
         drafter: Callable[[], Drafter] = SuffixDrafter,
         *,
-        seconds: float = 0.0,
-        hidden_states: Any = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
-        self.seconds, self.hidden_states = seconds, hidden_states
+        self.proposer, self.seconds = proposer, 0.0  # of a draft
+        if proposer is not None:
+            proposer.deliver = self.receive
         self.draft_states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
         self.rates: dict[int, AcceptanceRate] = {}  # all requests', by confidence
         # Of steps without drafts, which may overlap, and of those with some.
@@ -174,31 +184,48 @@ class Speculator:
         """Guess what follows ``tokens``, the request's as far as they are known.
 
         Learns first from what has followed what was guessed before: a draft need not
-        have been checked for that. Where drafts take time, it only learns.
+        have been checked for that.
         """
         state = self._state_of(request)
         if state.length == len(tokens):
             return state
-        rates = state.rate, self._shared_rate(state.confidence)
         if state.drafts:
             right, tried = acceptance(state.drafts, tokens[state.length :])
-            for rate in rates:
+            for rate in (state.rate, self._shared_rate(state.confidence)):
                 rate.learn(right, tried)
-        elif self.seconds:
-            for rate in rates:
-                rate.fade()
-        state.length, state.drafts = len(tokens), []
-        if not self.seconds:
-            state.propose(tokens, self.most)
+        state.length = len(tokens)
+        state.propose(tokens, self.most)
         return state
 
-    def observe(self, scheduled: Sequence[ScheduledChunk]) -> None:
-        """A step has begun, that of these chunks; drafters get its hidden states."""
-        end = 0
-        for chunk in scheduled if self.hidden_states is not None else ():
-            start, end = end, end + chunk.length
-            drafter: Any = self._state_of(chunk.request).drafter
-            drafter.observe(chunk.start, self.hidden_states[start:end])
+    def receive(
+        self, request: Request, length: int, last: int, drafts: list[int]
+    ) -> None:
+        """Drafts have come for a request whose text is so long, and ends with a token.
+
+        If it isn't, the drafter knows.
+        """
+        drafter: Any = self._state_of(request).drafter
+        drafter.latest = length, last, drafts
+
+    def plan(self, requests: Sequence[Request], room: int) -> int:
+        """Say how many drafts are to be made of each of ``requests``; 0 for none.
+
+        That is after the step that comes now, which gives each of them a token, and for
+        the one after it, which has ``room``.
+        """
+        if self.proposer is None:
+            return 0
+        self.proposer.count = self.most
+        if self.costs is not None and requests:
+            states = [self._state_of(request) for request in requests]
+            offered = [self.most] * len(states)
+            counts = self._counts(states, offered, len(states), room)
+            self.proposer.count = max(counts)
+            if not any(counts):  # one day it is tried again
+                for rate in {id(s): s.rate for s in states}.values():
+                    rate.fade()
+                self._shared_rate(0).fade()
+        return self.proposer.count
 
     def count(self, checked: int, right: int) -> None:
         """A step has checked so many drafts of a request, of which these were right."""
@@ -229,13 +256,13 @@ class Speculator:
         """
         if request.tokens[-1] != UNKNOWN:
             return False
+        if self.proposer is not None:
+            return self.proposer.count > 0
         request.tokens.pop()  # for now: a copy of a long text would cost more
         try:
             state = self._update(request, request.tokens)
         finally:
             request.tokens.append(UNKNOWN)
-        if self.seconds:
-            return self.costs is None or self._chance(state) >= PRIOR_RATE
         return bool(state.drafts) and (
             self.costs is None or self._chance(state) > PRIOR_RATE
         )
@@ -258,13 +285,10 @@ class Speculator:
                 continue
             state = self._update(request, request.tokens)
             states.append(state)
-            most = self.most if self.seconds else len(state.drafts)
-            offered.append(min(most, left))
+            offered.append(min(len(state.drafts), left))
         drafts: list[list[int]] = []
         counts = self._counts(states, offered, computed, room)
-        for request, own, count in zip(requests, states, counts, strict=True):
-            if own and self.seconds and count:
-                own.propose(request.tokens, count)
+        for own, count in zip(states, counts, strict=True):
             drafts.append(own.drafts[:count] if own else [])
         return drafts
 
@@ -272,14 +296,15 @@ class Speculator:
         """Seconds of a step of so many ``tokens``, of which some are ``drafts``."""
         assert self.costs is not None
         plain, drafting = self.overheads
-        extra = drafting if drafts and drafting.seen else plain
-        return self.costs(tokens) + self.seconds * drafts + extra.seconds
+        if drafts and drafting.seen:
+            return self.costs(tokens) + drafting.seconds
+        made = -(-drafts // max(1, tokens - drafts)) * self.seconds
+        return self.costs(tokens) + plain.seconds + made
 
     def learn_interval(self, tokens: int, drafts: int, seconds: float) -> None:
         """A step of decodes has come so long after another one like it."""
         if self.costs is not None:
-            known = self.costs(tokens) + self.seconds * drafts
-            self.overheads[drafts > 0].learn(seconds - known)
+            self.overheads[drafts > 0].learn(seconds - self.costs(tokens))
 
     def _counts(
         self,
@@ -343,14 +368,27 @@ class SpeculativeScheduler(Scheduler):
             if drafts and self.manager.allocate(request_id, chunk.start + length):
                 chunk.request.drafts = drafts
                 drafting[request_id] = chunk._replace(length=length)
+        sampling = [chunk.request for chunk in scheduled if chunk.samples]
+        if ahead := self.speculator.plan(sampling, self.max_drafts):
+            for chunk in scheduled:
+                if chunk.samples:
+                    self._allocate_ahead(
+                        drafting.get(chunk.request.request_id, chunk), ahead
+                    )
         plain = [c for c in scheduled if c.request.request_id not in drafting]
         first = next((i for i, c in enumerate(plain) if c.length > 1), len(plain))
         return [*plain[:first], *drafting.values(), *plain[first:]]
 
+    def _allocate_ahead(self, chunk: ScheduledChunk, count: int) -> None:
+        """Room for drafts that are made after the step, if there is any."""
+        request = chunk.request
+        end = chunk.start + chunk.length
+        end = max(end, min(end + count, request.num_prompt + request.max_tokens))
+        self.manager.allocate(request.request_id, end)
+
     def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Book a step whose results will come; of drafts, nothing is sure yet."""
         super().update_after_launch([without_drafts(chunk) for chunk in scheduled])
-        self.speculator.observe(scheduled)
 
     def _note_interval(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """The results of a step have come, perhaps after those of one like it."""

@@ -13,43 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from simplellm.base.config import ModelConfig
 from simplellm.checkpoint.eagle import HeadConfig
 from simplellm.checkpoint.mxfp4 import Weight
-from simplellm.model.attention import attention
 from simplellm.model.feed_forward import dense, linear
-from simplellm.model.layers import Dense
+from simplellm.model.layers import Attention, Dense
 from simplellm.model.model import Model
 from simplellm.model.ops import Ops, rms_norm
-from simplellm.model.rope import rotate
 from simplellm.model.rotations import rotations
-
-FIRST_ROOM = 256  # positions that a new cache has room for
-
-
-class HeadCache:
-    """The head's keys and values of one text, [S, K, D] each.
-
-    A row is for the position after it: what is known of a text but its last token.
-    """
-
-    def __init__(self, config: HeadConfig, like: Tensor) -> None:
-        shape = 2, FIRST_ROOM, config.num_key_value_heads, config.head_dim
-        self.memory = like.new_empty(shape)
-        self.size = 0
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of more tokens; all that there are."""
-        first, self.size = self.size, self.size + len(keys)
-        room = self.memory.shape[1]
-        if self.size > room:
-            shape = [2, max(2 * room, self.size), *self.memory.shape[2:]]
-            old, self.memory = self.memory, self.memory.new_empty(shape)
-            self.memory[:, :first] = old[:, :first]
-        self.memory[0, first : self.size] = keys
-        self.memory[1, first : self.size] = values
-        return self.memory[0, : self.size], self.memory[1, : self.size]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,17 +36,12 @@ class Head:
     fc_norms: Sequence[Tensor]  # one for all states together, or one for each, or none
     embed_norm: Tensor  # [H], of the token's row
     hidden_norm: Tensor  # [H], of the state
-    qkv: Tensor  # [(heads + 2K) * D, 2H]
-    qkv_bias: Tensor | None
-    o: Tensor  # [H, heads * D]
-    o_bias: Tensor | None
+    attn: Attention  # whose qkv reads both, [(heads + 2K) * D, 2H]
     mlp_norm: Tensor
     mlp: Dense
     norm: Tensor
     lm_head: Weight  # [draft vocabulary, H]
     target_ids: Tensor | None  # int64, of the draft vocabulary's tokens; None: the same
-    cos: Tensor
-    sin: Tensor
 
     def combine(self, states: Tensor) -> Tensor:
         """What the layer is given of states [T, 3 * target's hidden]: [T, H]."""
@@ -84,30 +52,29 @@ class Head:
             states = torch.cat([rms_norm(part, w, eps) for part, w in pairs], dim=-1)
         return linear(states, self.fc)
 
-    def forward(
-        self, x: Tensor, tokens: Tensor, position: int, cache: HeadCache
-    ) -> tuple[Tensor, Tensor]:
+    def inputs(self, ops: Ops, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention adds to, [T, H], and the heads that it is given, without bias.
+
+        x [T, H] are states of a text, and ``tokens`` [T] those that follow each.
+        """
+        eps = self.config.rms_norm_eps
+        embedded = functional.embedding(tokens, self.embed_tokens)
+        _, embedded = ops.add_norm(embedded, None, self.embed_norm, eps)
+        _, h = ops.add_norm(x, None, self.hidden_norm, eps)
+        qkv = linear(torch.cat([embedded, h], dim=-1), self.attn.qkv)
+        return h if self.config.norm_before_residual else x, qkv
+
+    def outputs(self, ops: Ops, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """Normed states [T, H], for `draft`, and those that the next drafts read.
 
-        x [T, H] are states of a text from ``position`` on, and ``tokens`` int64 [T]
-        those that follow each. ``cache`` has the keys and values before them.
+        x [T, H], which is written over, is what attention adds ``out`` [T, heads, D]
+        to.
         """
-        config, eps = self.config, self.config.rms_norm_eps
-        embedded = rms_norm(self.embed_tokens[tokens], self.embed_norm, eps)
-        h = rms_norm(x, self.hidden_norm, eps)
-        x = h if config.norm_before_residual else x
-        heads, shared = config.num_attention_heads, config.num_key_value_heads
-        qkv = linear(torch.cat([embedded, h], dim=-1), self.qkv, self.qkv_bias)
-        parts = qkv.unflatten(-1, (-1, config.head_dim))
-        q, k, v = parts.split([heads, shared, shared], dim=1)
-        where = slice(position, position + len(x))
-        cos, sin = self.cos[where], self.sin[where]
-        keys, values = cache.append(rotate(k, cos, sin), v)
-        out = attention(rotate(q, cos, sin), keys, values, None)
-        x = x + linear(out.flatten(1), self.o, self.o_bias)
-        x = x + dense(rms_norm(x, self.mlp_norm, eps), self.mlp)
-        normed = rms_norm(x, self.norm, eps)
-        return normed, normed if config.norm_output else x
+        eps, update = self.config.rms_norm_eps, out.flatten(1)
+        update = linear(update, self.attn.o, self.attn.o_bias)
+        x, h = ops.add_norm(x, update, self.mlp_norm, eps)
+        x, normed = ops.add_norm(x, dense(h, self.mlp), self.norm, eps)
+        return normed, normed if self.config.norm_output else x
 
     def draft(self, normed: Tensor) -> Tensor:
         """The likeliest token after each: normed [T, H] -> int64 [T]."""
@@ -162,10 +129,19 @@ def build_head(config: HeadConfig, weights: Mapping[str, Tensor], model: Model) 
         fc_norms=[take(name) for name in norms],
         embed_norm=take("layer.input_layernorm.weight"),
         hidden_norm=take("layer.hidden_norm.weight"),
-        qkv=joined("weight", *qkv),
-        qkv_bias=joined("bias", *qkv) if biased else None,
-        o=take("layer.self_attn.o_proj.weight"),
-        o_bias=take("layer.self_attn.o_proj.bias") if biased else None,
+        attn=Attention(
+            qkv=joined("weight", *qkv),
+            qkv_bias=joined("bias", *qkv) if biased else None,
+            o=take("layer.self_attn.o_proj.weight"),
+            o_bias=take("layer.self_attn.o_proj.bias") if biased else None,
+            sinks=None,
+            q_norm=None,
+            k_norm=None,
+            cos=cos,
+            sin=sin,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+        ),
         mlp_norm=take("layer.post_attention_layernorm.weight"),
         mlp=Dense(
             gate_up=joined("weight", "mlp.gate", "mlp.up"),
@@ -178,8 +154,6 @@ def build_head(config: HeadConfig, weights: Mapping[str, Tensor], model: Model) 
         if "lm_head.weight" in weights
         else model.lm_head,
         target_ids=shared,
-        cos=cos,
-        sin=sin,
     )
 
 

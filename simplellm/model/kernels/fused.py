@@ -1,8 +1,10 @@
 """The table of operations whose every step is a Triton kernel."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from simplellm.base.config import ModelConfig
 from simplellm.model.kernels.attention import attend
@@ -18,6 +20,19 @@ from simplellm.model.kernels.rope import rope_and_cache
 from simplellm.model.ops import Ops
 
 
+def attend_in(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    device: torch.device,
+    batch_invariant: bool = False,
+) -> Callable[..., Tensor]:
+    """`attend` for heads of this shape, with room for so many ``rows`` of decodes."""
+    scratch = Scratch.create(rows, heads, kv_heads, dim, device)
+    return partial(attend, scratch=scratch, batch_invariant=batch_invariant)
+
+
 def fused(
     config: ModelConfig,
     *,
@@ -31,8 +46,7 @@ def fused(
     token goes through the same kernels in the same way whatever else is in a step, so
     that its hidden state and its logits have the same bits.
     """
-    heads = config.num_attention_heads, config.num_key_value_heads
-    scratch = Scratch.create(max_num_seqs, *heads, config.head_dim, device)
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     packed = any(form.is_mxfp4 for form in config.formats.values())
     return Ops(
         name="Triton",
@@ -40,7 +54,7 @@ def fused(
         add_norm=add_norm,
         project=partial(project, batch_invariant=batch_invariant),
         rope_and_cache=rope_and_cache,
-        attend=partial(attend, scratch=scratch, batch_invariant=batch_invariant),
+        attend=attend_in(max_num_seqs, *heads, device, batch_invariant),
         experts=partial(
             packed_experts if packed else experts, batch_invariant=batch_invariant
         ),
