@@ -22,13 +22,13 @@ from simplellm.base.request import Request
 from simplellm.base.transfer import pinned, upload
 from simplellm.engine.graphs import CaptureError, CaptureShape, record
 from simplellm.engine.page_manager import PageManager
+from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import ScheduledChunk
+from simplellm.engine.step_times import REPEATS
 from simplellm.model.batch import Batch, KVGroup
 from simplellm.model.eagle import Head, tapped
 from simplellm.model.model import Model
 from simplellm.model.ops import Ops
-
-REPEATS = 5  # of which the fastest counts
 
 
 class AuxHiddenStates:
@@ -235,25 +235,21 @@ class HeadProposer:
     # From the host
 
     def propose(
-        self,
-        scheduled: Sequence[ScheduledChunk],
-        samples: Sequence[SamplePosition],
-        batch: Batch,
-        sampled: Tensor,
-        manager: PageManager,
-        shape: CaptureShape | None,
+        self, runner: Runner, samples: Sequence[SamplePosition]
     ) -> Callable[[Sequence[int]], None] | None:
-        """Read a step, and draft after it as much as `count` says.
+        """Read the runner's step, and draft after it as much as `count` says.
 
-        ``samples`` are where it has ``sampled``, and ``shape`` is that of its graph, if
-        that has no prompts. Once the device is done, what is returned hands the drafts
-        out; it is given the step's tokens.
+        ``samples`` are where it has sampled. Once the device is done, what is returned
+        hands the drafts out; it is given the step's tokens.
         """
+        scheduled, sizes, shape = runner.step
+        batch, sampled = runner.view(runner.inputs, *sizes), runner.sampled_tokens
         decoding = all(c.length == 1 + len(c.request.drafts) for c in scheduled)
         if self.count == 0 and decoding:
             return None
         self.index ^= 1
         self.width = batch.groups[0].tables.shape[1]
+        manager = runner.manager
         asked = self._arrange(scheduled, batch, manager) if self.count else []
         count = len(asked)
         if shape is not None and shape in self.reads:

@@ -406,14 +406,6 @@ class Runner:
             self._columns = numbers, tensors
         return self._columns[1]
 
-    def _draft(self, samples: Sequence[SamplePosition]) -> Any:
-        """Have the step's drafts made, if there are to be any."""
-        scheduled, shape, captured = self.step
-        batch = self.view(self.inputs, *shape)
-        return self.proposer.propose(
-            scheduled, samples, batch, self.sampled_tokens, self.manager, captured
-        )
-
     def forget(self) -> None:
         """A step went wrong: what is kept from step to step may not be true."""
         self._columns = None
@@ -423,7 +415,7 @@ class Runner:
         self, requests: Sequence[SamplePosition], sampled: SamplerOutput
     ) -> Flight:
         """Let the sampled tokens, and logprobs if there are any, come to the host."""
-        drafted = self._draft(requests) if self.proposer is not None else None
+        drafted = self.proposer.propose(self, requests) if self.proposer else None
         host_output = self.host_output[self.buffer_index][: len(requests)]
         host_output.copy_(sampled.tokens, non_blocking=True)
         logprobs = [*map(fetch, sampled.logprobs)]
@@ -442,7 +434,7 @@ class Runner:
                     late = arrived.query()
                     arrived.synchronize()
             tokens = host_output.tolist()
-            if drafted is not None:
+            if drafted:
                 drafted(tokens)
             scored = token_logprobs(counts, tokens, logprobs, full)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
