@@ -72,7 +72,8 @@ def sizes_of(heads, window):
 
 def decode_plan(batch, heads, window=None, places=4096 * 64):
     tiles = decode.decode_tiles(batch, heads[2], window)
-    return decode.decode_plan(tiles, batch, places // 64, sizes_of(heads, window))
+    sizes = sizes_of(heads, window)
+    return decode.decode_plan(tiles, batch, places // 64, sizes, decode.decode_kernel)
 
 
 def decode_case(batch, window=None, heads=GPT_OSS):

@@ -395,7 +395,7 @@ def decode_plan(
     batch: int,
     pages: int,
     sizes: AttentionSizes,
-    kernel: Any = decode_kernel,
+    kernel: Any,
     **others: Any,
 ) -> DecodePlan:
     """For ``batch`` sequences whose tables have room for so many ``pages``.
@@ -443,7 +443,8 @@ def decode_attention(
     """
     sizes = AttentionSizes.of(q, keys, group.window, sinks is not None)
     tiles = decode_tiles(group.decodes, sizes.D, group.window)
-    plan = decode_plan(tiles, group.decodes, group.tables.shape[1], sizes)
+    shape = group.decodes, group.tables.shape[1]
+    plan = decode_plan(tiles, *shape, sizes, decode_kernel)
     start_decodes(plan, tiles, q, keys, values, group, sinks, out, scratch)
 
 
