@@ -33,6 +33,7 @@ from simplellm.model.kernels import (
     reduce,
     rope,
     verify,
+    vocabulary,
 )
 from simplellm.model.kernels.exchange import Peers
 from simplellm.model.kernels.key_tiles import AttentionSizes
@@ -193,8 +194,11 @@ def norm_case(size, parts, sandwich):
     return case_of(start, f"{types} i32 fp32", f"{without} scales_ptr peers_ptr")
 
 
+PEERS = Peers(torch.empty(0), 1, 2, 256, 1440)
+
+
 def exchange_case(ranks, parts):
-    peers = Peers(torch.empty(0), 1, ranks, 256)
+    peers = Peers(torch.empty(0), 1, ranks, 256, 1440)
     return case_of(
         norm.add_norm_launcher(2880, parts, peers=peers),
         "*bf16 *fp32 *fp32 *bf16 *i64 i32 fp32",
@@ -236,6 +240,11 @@ CASES = [
         "update_weight_ptr bias_ptr scales_ptr peers_ptr",
     ),
     *(exchange_case(ranks, 4) for ranks in (2, 8)),
+    case_of(
+        vocabulary.embed_part_launcher(2880, PEERS),
+        "*i32 *i32 *bf16 *bf16 *i64 i32 i32",
+    ),
+    case_of(vocabulary.largest_launcher(PEERS), "*fp32 *i32 *i64 *i32 i32 i32"),
     case_of(reduce.add_parts_launcher(2880, 4)[0], "*bf16 *bf16"),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i64 i32", "deepest_ptr floors_ptr"),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i32 *fp32 *i64 i32"),
@@ -273,7 +282,7 @@ MORE = [
 ONE_OF_EACH = list({case.kernel: case for case in reversed(CASES)}.values())
 
 
-NEVER_WAIT = norm.embed_kernel, bandwidth.read_kernel
+NEVER_WAIT = norm.embed_kernel, bandwidth.read_kernel, vocabulary.embed_part_kernel
 # Of attention's programs, those without work do not wait, but there are always others.
 SOME_WAIT = (
     decode.decode_kernel,

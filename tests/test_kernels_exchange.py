@@ -7,6 +7,7 @@ Between GPUs, tools/gpu/parallel.py checks the same.
 import multiprocessing
 import time
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import torch
 from simplellm.model import ops
 from simplellm.model.kernels.exchange import Peers, shared_bytes, stop_word
 from simplellm.model.kernels.norm import add_norm
+from simplellm.model.kernels.vocabulary import ExchangingShard
+from simplellm.model.parallel import Group
 
 EPS, ROWS, N, CALLS = 1e-5, 4, 96, 5
 PATIENCE = 60.0
@@ -32,7 +35,7 @@ def forked(ranks: int, compute: Callable[[int], None]) -> None:
 
 def shared_memory(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What each rank shares, and the addresses."""
-    nbytes = shared_bytes(ranks, ROWS, 4 * N)
+    nbytes = shared_bytes(ranks, ROWS, N)
     memory = torch.zeros(ranks, nbytes, dtype=torch.uint8).share_memory_()
     return memory, torch.tensor([part.data_ptr() for part in memory])
 
@@ -55,7 +58,7 @@ def test_all_ranks_have_the_sum_of_all_and_the_same_bits(ranks: int) -> None:
     _, addresses = shared_memory(ranks)
 
     def compute(rank: int) -> None:
-        peers, own = Peers(addresses, rank, ranks, ROWS), residual.clone()
+        peers, own = Peers(addresses, rank, ranks, ROWS, N), residual.clone()
         for call in range(CALLS):
             time.sleep(0.05 * (rank == call % ranks))
             rows = 1 + call % ROWS
@@ -76,6 +79,35 @@ def test_all_ranks_have_the_sum_of_all_and_the_same_bits(ranks: int) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_embedding_and_greatest_token_are_those_of_one_rank() -> None:
+    """Of 70 tokens, in parts, among values that tie, are NaN, or all below 0."""
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(70, N, generator=generator)
+    previous = torch.tensor([40, 3], dtype=torch.int32)
+    tokens = torch.tensor([69, -1, -2, 31], dtype=torch.int32)
+    logits = torch.randn(ROWS, 70, generator=generator).round() - 9
+    logits[1, 60] = torch.nan
+    logits[2] = 5.0
+    _, addresses = shared_memory(2)
+    rows = torch.zeros(2, ROWS, N).share_memory_()
+    best = torch.zeros(2, ROWS, dtype=torch.int32).share_memory_()
+
+    def compute(rank: int) -> None:
+        peers = Peers(addresses, rank, 2, ROWS, N)
+        part = range(0, 32) if rank == 0 else range(32, 70)
+        group = cast(Group, None)  # for more rows than these
+        shard = ExchangingShard(ops.PLAIN, group, part, 70, peers)
+        own = table[part.start : part.stop].contiguous()
+        rows[rank] = shard.embed(tokens, previous, own)
+        best[rank] = shard.argmax(logits[:, part.start : part.stop].contiguous())
+
+    forked(2, compute)
+    for rank in range(2):
+        assert rows[rank].equal(ops.embed(tokens, previous, table))
+        assert best[rank].equal(logits.argmax(-1).int())
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_a_stop_ends_the_wait_for_a_rank_that_does_not_come() -> None:
     memory, addresses = shared_memory(2)
     update, weight = torch.ones(1, 2, N), torch.ones(N)
@@ -86,7 +118,8 @@ def test_a_stop_ends_the_wait_for_a_rank_that_does_not_come() -> None:
             memory[0].view(torch.int32)[stop_word(2, ROWS)] = 1
             return
         begin = time.monotonic()
-        add_norm(torch.zeros(1, N), update, weight, EPS, Peers(addresses, 0, 2, ROWS))
+        peers = Peers(addresses, 0, 2, ROWS, N)
+        add_norm(torch.zeros(1, N), update, weight, EPS, peers)
         assert time.monotonic() - begin > 0.25
 
     forked(2, compute)

@@ -37,7 +37,7 @@ from simplellm.engine.graphs import CaptureShape
 from simplellm.engine.sampler import SamplingTensors
 from simplellm.model.machine import dtype_name
 from simplellm.model.ops import Ops
-from simplellm.model.parallel import Group, parallel
+from simplellm.model.parallel import Group, VocabularyShard, parallel_table
 from simplellm.sampling.filters import Filters
 from simplellm.sampling.logprobs import PromptTargets
 from simplellm.sampling.masks import Mask
@@ -145,12 +145,12 @@ class TensorParallel(Ranks):
         return replace(model, vocab_size=len(self.tokens))
 
     def operations(self, ops: Ops, model: ModelConfig, dtype: torch.dtype) -> Ops:
-        table = parallel(ops, self.group, self.tokens, model.vocab_size)
+        shard = VocabularyShard(ops, self.group, self.tokens, model.vocab_size)
         if ops.name != "Triton":
-            return table
+            return parallel_table(shard)
         from simplellm.model.kernels.reduce import reducing  # where Triton is
 
-        return reducing(table, self.group, dtype, model.hidden_size)
+        return reducing(shard, dtype, model.hidden_size)
 
     def min_of_all(self, number: int) -> int:
         return int(self.group.min(torch.tensor([number]))[0])

@@ -283,10 +283,14 @@ class VocabularyShard:
 
 def parallel(ops: Ops, group: Group, tokens: range, vocab_size: int) -> Ops:
     """The table ``ops`` for a rank that has these ``tokens`` of the vocabulary."""
-    shard = VocabularyShard(ops, group, tokens, vocab_size)
+    return parallel_table(VocabularyShard(ops, group, tokens, vocab_size))
+
+
+def parallel_table(shard: VocabularyShard) -> Ops:
+    """The table of operations for a rank that has a ``shard``."""
     return replace(
-        ops,
-        reduce=group.sum,
+        shard.ops,
+        reduce=shard.group.sum,
         embed=shard.embed,
         head=shard.head,
         argmax=shard.argmax,

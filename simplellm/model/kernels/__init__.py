@@ -16,7 +16,7 @@ puts them together in a table of operations.
   formats.
 - `quantized.py`, `scales.py` and `rounding.py`: weights of 8 bits, and inputs.
 - `draw.py`, `filters.py`, `penalties.py`: choosing tokens.
-- `reduce.py` adds up what several ranks have computed; `exchange.py` how their GPUs
-  write to each other.
+- `reduce.py` adds up what several ranks have computed, `vocabulary.py` is for the part
+  of it that a rank has; `exchange.py` how their GPUs write to each other.
 - `bandwidth.py` measures how fast memory is read.
 """

@@ -25,16 +25,17 @@ STOP_WORDS = 4  # the first one is 1 once nobody shall wait any more
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """The memory of all ranks, as this ``rank`` of ``ranks`` sees it, for ``rows``.
+    """The memory of all ranks, as this ``rank`` of ``ranks`` sees it.
 
     Each has the flags [2, R, rows], the counts of calls [rows], the stop words, and the
-    slots [2, R, rows, N]. ``rows`` is a multiple of 4.
+    slots [2, R, rows] of ``words``, which are even; ``rows`` is a multiple of 4.
     """
 
     addresses: Tensor  # int64 [R]
     rank: int
     ranks: int
     rows: int
+    words: int
 
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for."""
@@ -46,9 +47,9 @@ def stop_word(ranks: int, rows: int) -> int:
     return (2 * ranks + 1) * rows
 
 
-def shared_bytes(ranks: int, rows: int, size: int) -> int:
-    """What each rank has to share, for so many rows of up to ``size`` bytes."""
-    return 4 * (stop_word(ranks, rows) + STOP_WORDS) + 2 * ranks * rows * size
+def shared_bytes(ranks: int, rows: int, words: int) -> int:
+    """What each rank has to share, for so many rows of so many words."""
+    return 4 * (stop_word(ranks, rows) + STOP_WORDS + 2 * ranks * rows * words)
 
 
 ALONE: dict[str, Any] = {"RANK": 0, "RANKS": 1, "ROWS": 0}
@@ -83,6 +84,52 @@ def wait_for(flag_ptr, call, stop_ptr):
 
 
 @triton.jit
+def begin_call(
+    peers_ptr, row, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr
+):
+    """A row's next call: its number, and the first rank's slot for this turn."""
+    call = tl.load(words_of(peers_ptr, RANK) + 2 * RANKS * ROWS + row) + 1
+    return call, (call & 1) * (RANKS * ROWS) + row
+
+
+@triton.jit
+def raise_flags(
+    peers_ptr, first, call, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Tell all others that what this program has written to their slots is there."""
+    tl.debug_barrier()
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            flag_ptr = words_of(peers_ptr, other) + first + RANK * ROWS
+            tl.atomic_xchg(flag_ptr, call, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for_rank(
+    peers_ptr,
+    first,
+    call,
+    other,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Wait until what another rank writes to its slot is there; the slot."""
+    words = words_of(peers_ptr, RANK)
+    slot = first + other * ROWS
+    wait_for(words + slot, call, words + (2 * RANKS + 1) * ROWS)
+    return slot.to(tl.int64)
+
+
+@triton.jit
+def end_call(
+    peers_ptr, row, call, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Count a row's call."""
+    tl.store(words_of(peers_ptr, RANK) + 2 * RANKS * ROWS + row, call)
+
+
+@triton.jit
 def exchange(
     x,
     columns,
@@ -97,34 +144,54 @@ def exchange(
 ):
     """The sum of all ranks' x, rounded to DTYPE before, in the order of the ranks.
 
-    float32, the same bits on each of them. One program has all of a row.
+    float32, the same bits on each of them. One program has all of a row. The slots are
+    of N numbers of DTYPE.
     """
     x = x.to(DTYPE)
-    words = words_of(peers_ptr, RANK)
-    calls_ptr = words + 2 * RANKS * ROWS + row
-    stop_ptr = words + (2 * RANKS + 1) * ROWS
-    call = tl.load(calls_ptr) + 1
-    first = (call & 1) * (RANKS * ROWS) + row  # of this turn's slots
+    call, first = begin_call(peers_ptr, row, RANK, RANKS, ROWS)
+    mine = (first + RANK * ROWS).to(tl.int64) * N + columns
     for other in tl.static_range(RANKS):
         if other != RANK:
             slots = slots_of(peers_ptr, other, RANKS, ROWS, DTYPE)
-            slot = (first + RANK * ROWS).to(tl.int64)
-            tl.store(slots + slot * N + columns, x, inside)
-    tl.debug_barrier()
-    for other in tl.static_range(RANKS):
-        if other != RANK:
-            flag_ptr = words_of(peers_ptr, other) + first + RANK * ROWS
-            tl.atomic_xchg(flag_ptr, call, sem="release", scope="sys")
+            tl.store(slots + mine, x, inside)
+    raise_flags(peers_ptr, first, call, RANK, RANKS, ROWS)
     own = slots_of(peers_ptr, RANK, RANKS, ROWS, DTYPE)
     total = tl.zeros(x.shape, tl.float32)
     for other in tl.static_range(RANKS):
         if other == RANK:
             total += x.to(tl.float32)
         else:
-            slot = first + other * ROWS
-            wait_for(words + slot, call, stop_ptr)
-            theirs = own + slot.to(tl.int64) * N + columns
+            slot = wait_for_rank(peers_ptr, first, call, other, RANK, RANKS, ROWS)
+            theirs = own + slot * N + columns
             # Not from a cache of this processor's, which nobody else's stores reach.
             total += tl.load(theirs, inside, 0, cache_modifier=".cg").to(tl.float32)
-    tl.store(calls_ptr, call)
+    end_call(peers_ptr, row, call, RANK, RANKS, ROWS)
     return total
+
+
+@triton.jit
+def exchange_largest(
+    key,
+    row,
+    peers_ptr,
+    WORDS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The largest of all ranks' int64 keys; slots are of so many words."""
+    call, first = begin_call(peers_ptr, row, RANK, RANKS, ROWS)
+    mine = (first + RANK * ROWS).to(tl.int64) * (WORDS // 2)
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            slots = slots_of(peers_ptr, other, RANKS, ROWS, tl.int64)
+            tl.store(slots + mine, key)
+    raise_flags(peers_ptr, first, call, RANK, RANKS, ROWS)
+    own = slots_of(peers_ptr, RANK, RANKS, ROWS, tl.int64)
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            slot = wait_for_rank(peers_ptr, first, call, other, RANK, RANKS, ROWS)
+            theirs = own + slot * (WORDS // 2)
+            key = tl.maximum(key, tl.load(theirs, cache_modifier=".cg"))
+    end_call(peers_ptr, row, call, RANK, RANKS, ROWS)
+    return key

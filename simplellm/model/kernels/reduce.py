@@ -17,9 +17,10 @@ from simplellm.model.kernels.exchange import Peers, shared_bytes, stop_word
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.norm import sum_parts
 from simplellm.model.kernels.rounding import RoundedNorm
+from simplellm.model.kernels.vocabulary import ExchangingShard
 from simplellm.model.layers import Norm
 from simplellm.model.ops import Ops
-from simplellm.model.parallel import Group
+from simplellm.model.parallel import Group, VocabularyShard, parallel_table
 
 # Of a step, for which kernels exchange; more go by NCCL.
 EXCHANGED_ROWS = 256
@@ -97,21 +98,25 @@ def add_norm(
     return norms.add_norm(residual, update, norm, eps)
 
 
-def share(group: Group, size: int, rows: int) -> Peers | None:
-    """The peers of a ``group`` for rows of ``size`` bytes, if GPUs share memory."""
-    nbytes = shared_bytes(group.size, rows, size)
+def share(group: Group, words: int, rows: int) -> Peers | None:
+    """The peers of a ``group`` for rows of so many words, if GPUs share memory."""
+    nbytes = shared_bytes(group.size, rows, words)
     addresses = group.share(nbytes, stop_word(group.size, rows))
     if addresses is None:
         return None
-    return Peers(addresses, group.rank, group.size, rows)
+    return Peers(addresses, group.rank, group.size, rows, words)
 
 
-def reducing(ops: Ops, group: Group, dtype: torch.dtype, hidden_size: int) -> Ops:
-    """The table ``ops`` of a rank with sums over the ranks' updates of ``dtype``."""
-    peers = None
-    if ops.add_norm is norms.add_norm:  # which compiles
-        peers = share(group, hidden_size * dtype.itemsize, EXCHANGED_ROWS)
+def reducing(shard: VocabularyShard, dtype: torch.dtype, hidden_size: int) -> Ops:
+    """The table of a rank that has a ``shard``, and updates of ``dtype``."""
+    ops, group = shard.ops, shard.group
+    peers, nbytes = None, hidden_size * dtype.itemsize
+    # The norm's kernel compiles, and a row is whole keys long.
+    if ops.add_norm is norms.add_norm and nbytes % 8 == 0:
+        peers = share(group, nbytes // 4, EXCHANGED_ROWS)
     adding = partial(reduce, group=group, dtype=dtype, peers=peers)
     if peers is None:
-        return replace(ops, reduce=adding)
-    return replace(ops, reduce=adding, add_norm=partial(add_norm, peers=peers))
+        return replace(parallel_table(shard), reduce=adding)
+    exchanging = ExchangingShard(**vars(shard), peers=peers)
+    table = parallel_table(exchanging)
+    return replace(table, reduce=adding, add_norm=partial(add_norm, peers=peers))
