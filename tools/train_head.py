@@ -48,6 +48,7 @@ from simplellm.model.rotations import rotations
 STEPS = 3  # drafts in a row that are learned
 DECAY = 0.8  # of the weight of each further one
 READ = 64  # texts whose states are computed at once
+CACHE = 2**31  # bytes
 EFFORTS = ("low", "medium", "high")
 EVALUATION = 100  # questions
 NEWS = 5.0  # seconds from one line about how it goes to the next
@@ -351,6 +352,7 @@ def head_files(folder: Path, head: HeadConfig, tensors: Mapping[str, Tensor]) ->
 def accepted(args: argparse.Namespace) -> dict[str, Any]:
     """What the engine accepts of the head's drafts on held-out questions."""
     options: Any = {"speculative": str(args.head), "num_speculative_tokens": STEPS}
+    options["cache_bytes"] = CACHE
     with opened(args, **options) as llm:
         asked = prompts(llm, questions(args, held_out=True))
         limits: Any = {"temperature": 0, "max_tokens": args.max_tokens}
@@ -389,7 +391,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU
     began = time.monotonic()
-    with opened(args, max_waiting=args.texts) as llm:
+    # Little memory for a cache: how much is free when it ends is up to Python.
+    with opened(args, max_waiting=args.texts, cache_bytes=CACHE) as llm:
         config = config_of(args, llm.config)
         texts = sorted(answers(llm, args), key=lambda text: len(text[0]))
     # In float32, whatever the engine computes in: the head is for both.

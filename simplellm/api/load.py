@@ -28,6 +28,7 @@ from simplellm.checkpoint.stored import sent
 from simplellm.engine.build_speculation import (
     capture_drafts,
     find_head,
+    head_page_bytes,
     speculative_scheduler,
     with_own_head,
 )
@@ -197,7 +198,9 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     one token and an answer of one.
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
-    pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
+    itemsize = model.dtype.itemsize
+    beside = head_page_bytes(config, model.config, itemsize)
+    pages = num_pages(model.config, config, itemsize, model.device, beside)
     pages = ranks.min_once_loaded(pages)
     chunk = config.prefill_chunk if config.enable_chunked_prefill else None
     manager = PageManager(

@@ -58,6 +58,15 @@ def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
     return head
 
 
+def head_page_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
+    """A page of the head's keys and values; 0 without a head."""
+    head = find_head(config, model)
+    if head is None:
+        return 0
+    numbers = head.num_key_value_heads * head.head_dim
+    return 2 * config.page_size * numbers * itemsize
+
+
 def capture_drafts(scheduler: Scheduler, runner: Runner) -> None:
     """Record what is done for drafts, and measure again: steps are captured now."""
     if runner.proposer is not None:

@@ -183,11 +183,16 @@ def limited(free: int) -> int:
 
 
 def num_pages(
-    model: ModelConfig, config: EngineConfig, itemsize: int, device: torch.device
+    model: ModelConfig,
+    config: EngineConfig,
+    itemsize: int,
+    device: torch.device,
+    beside: int = 0,
 ) -> int:
     """Pages for keys and values: as many as asked for, or as there is room for.
 
-    ``config`` is resolved. The room is a share of what is free now; on a CPU no more
+    ``config`` is resolved, and ``beside`` are bytes that each page takes elsewhere. The
+    room is a share of what is free now; on a CPU no more
     than the longest text takes and, for the others, `CPU_CACHE_BYTES`. Raises
     ValueError if it is less than a page.
     """
@@ -208,6 +213,7 @@ def num_pages(
         share //= config.tensor_parallel_size  # ranks on a CPU share its memory
         room = max(CPU_CACHE_BYTES, min(share, wanted_room))
     each = page_bytes(model, config.page_size, itemsize, config.kv_cache_dtype)
+    each += beside
     expected = f"at least one page of {each} bytes"
     expect(room >= each, "the room for pages, in bytes,", room, expected)
     return room // each
