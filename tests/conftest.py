@@ -1,14 +1,17 @@
-"""What tests share: the device that kernels are tested on."""
+"""What tests share: the device that kernels are tested on, a model, its server."""
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from browser import NAMES, Browser, find
+
+if TYPE_CHECKING:
+    from serving import Served
 
 NEED_TRITON = ["test_kernels_*.py", "test_drawings.py"]
 collect_ignore_glob = [] if find_spec("triton") else NEED_TRITON
@@ -42,6 +45,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from models import write_model
 
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+# Servers, of one model for a module's tests. Imports wait: most tests need none.
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator["Served"]:
+    """A server of the small model."""
+    from models import SMALL
+    from serving import serving
+
+    from simplellm import LLM
+
+    with LLM(folder, SMALL) as llm, serving(llm) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def strict(served: "Served") -> Iterator["Served"]:
+    """The same model, and nothing is ignored."""
+    from serving import serving
+
+    with serving(served.service.llm, strict=True) as found:
+        yield found
+
+
+@pytest.fixture
+def prompts(served: "Served") -> Iterator[list[list[int]]]:
+    """The prompts of this test's requests."""
+    from serving import noted
+
+    with noted(served.service.llm) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,19 +34,6 @@ CALL = "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
 CALL += '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 CALL += "<|call|>"
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with LLM(folder, SMALL) as llm, serving(llm) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def strict(served: Served) -> Iterator[Served]:
-    """The same model, and nothing is ignored."""
-    with serving(served.service.llm, strict=True) as found:
-        yield found
 
 
 def test_a_completion(served: Served) -> None:

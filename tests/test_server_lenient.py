@@ -5,19 +5,16 @@ Collected from the packages and the traffic of agents, frameworks and chat progr
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import HELLO, SMALL
+from models import HELLO
 from openai.types.responses import Response
-from serving import NAME, Served, said, serving
+from serving import NAME, Served, said
 from starlette.requests import Request as HTTPRequest
 
-from simplellm import LLM
 from simplellm.server.app import ENDPOINTS
 from simplellm.server.http.endpoint import Call
 from simplellm.server.http.errors import APIError
@@ -53,18 +50,6 @@ BODIES: dict[str, dict[str, Any]] = {
     MESSAGE: {"messages": HELLO, "max_tokens": 1},
     COUNT: {"messages": HELLO},
 }
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with LLM(folder, SMALL) as llm, serving(llm) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def strict(served: Served) -> Iterator[Served]:
-    with serving(served.service.llm, strict=True) as found:
-        yield found
 
 
 def made(served: Served, path: str, body: dict[str, Any]) -> Any:

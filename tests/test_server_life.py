@@ -5,7 +5,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,6 @@ from simplellm.server.serve import TimelyConnection
 
 COMPLETE = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with LLM(folder, SMALL) as llm, serving(llm) as found:
-        yield found
 
 
 def connect(port: int, path: str, body: dict[str, Any]) -> socket.socket:

@@ -23,12 +23,6 @@ LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
 MINE = {"x-request-id": "page-1"}
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with LLM(folder, SMALL) as llm, serving(llm) as found:
-        yield found
-
-
 class Viewer:
     """What comes of a view, read in a thread."""
 

@@ -15,7 +15,7 @@ from babble import MOST, babble, expected
 from cut_turns import CutTurn, cut_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import HELLO, SMALL, TOKENIZER, until
+from models import HELLO, TOKENIZER, until
 from pydantic import TypeAdapter
 from serving import (
     NAME,
@@ -64,29 +64,9 @@ EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with LLM(folder, SMALL) as llm, serving(llm) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def strict(served: Served) -> Iterator[Served]:
-    """The same model, and nothing is ignored."""
-    with serving(served.service.llm, strict=True) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def client(served: Served) -> anthropic.Anthropic:
     url = f"http://127.0.0.1:{served.port}"
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def prompts(served: Served) -> Iterator[list[list[int]]]:
-    """The prompts of this test's requests."""
-    with noted(served.service.llm) as found:
-        yield found
 
 
 def rebuilt(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

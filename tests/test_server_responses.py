@@ -17,7 +17,7 @@ import pytest
 from babble import MOST, babble, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CONFIG, SMALL, TOKENIZER, until
+from models import CONFIG, TOKENIZER, until
 from openai.types.responses import (
     Response,
     ResponseFunctionToolCall,
@@ -30,7 +30,6 @@ from serving import (
     babbling,
     events_of,
     idle,
-    noted,
     run,
     said,
     serving,
@@ -92,29 +91,9 @@ SCRIPTS = [
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with LLM(folder, SMALL) as llm, serving(llm) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def strict(served: Served) -> Iterator[Served]:
-    """The same model, and nothing is ignored."""
-    with serving(served.service.llm, strict=True) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def client(served: Served) -> openai.OpenAI:
     url = f"http://127.0.0.1:{served.port}/v1"
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def prompts(served: Served) -> Iterator[list[list[int]]]:
-    """The prompts of this test's requests."""
-    with noted(served.service.llm) as found:
-        yield found
 
 
 def kinds_of_events() -> dict[str, Any]:

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import HELLO, SMALL, TOKENIZER, saying
+from models import HELLO, TOKENIZER, saying
 from serving import Served, serving
 
 from simplellm import LLM
@@ -39,12 +38,6 @@ PATHS = {
     "/v1/responses": {"input": "Hello", "max_output_tokens": 20},
     "/v1/messages": {"messages": HELLO, "max_tokens": 20},
 }
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with LLM(folder, SMALL) as llm, serving(llm) as found:
-        yield found
 
 
 @pytest.fixture
