@@ -76,7 +76,7 @@ def main() -> None:
         {"kernel": name, "us": {way: round(1e6 * s, 2) for way, s in ways.items()}}
         for name, ways in seconds.items()
     ]
-    save(options.json, {**header(), "rows": rows})
+    save({**header(), "rows": rows}, options.json)
 
 
 if __name__ == "__main__":
