@@ -115,7 +115,7 @@ class Request:
 
         One is sampled even if none is wanted: it ends the request and is dropped.
         """
-        return self.num_output >= max(self.max_tokens, 1)
+        return len(self.tokens) - self.num_prompt >= (self.max_tokens or 1)
 
 
 class Event(NamedTuple):

@@ -104,20 +104,12 @@ class Engine(EngineBase):
             logprobs = logprobs[: len(tokens)]
         # They leave once, and nothing of the prompt is scored again.
         scores, request.prompt_logprobs = request.prompt_logprobs, None
-        event = Event(
-            request_id=request.request_id,
-            tokens=tokens,
-            logprobs=logprobs,
-            finish_reason=request.finish_reason,
-            error=error,
-            time=now,
-            cached_tokens=request.num_cached_tokens or 0,
-            prompt_logprobs=scores,
-            preemptions=request.preemptions,
-            first_scheduled_time=request.first_scheduled_time,
-            draft_counts=request.draft_counts or None,
+        fields = (  # in order: by name, or checked, they would take three times as long
+            *(request.request_id, tokens, logprobs, request.finish_reason, error, now),
+            *(request.num_cached_tokens or 0, scores, request.preemptions),
+            *(request.first_scheduled_time, request.draft_counts or None),
         )
-        self.events.put(event)
+        self.events.put(Event._make(fields))
 
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Start a step. One that fails is tried again, without the request to blame.

@@ -122,7 +122,8 @@ class Runner:
         self.verifying: list[CapturedGraph] = []  # decode steps with drafts, by size
         # The step under way: what it computes, its shape, and that of its graph.
         self.step: tuple[Sequence[ScheduledChunk], Any, CaptureShape | None]
-        self._columns: tuple[list[int], SamplingTensors] | None = None
+        # Of a step: whose, and whether tokens are forbidden or penalized for none.
+        self._columns: tuple[list[int], SamplingTensors, bool] | None = None
 
     def view(
         self,
@@ -366,9 +367,9 @@ class Runner:
         count = len(requests)
         if count == 0:  # it is waited for all the same: its inputs are reused
             return self._fetch(requests, SamplerOutput(self.sampled_tokens[:0]))
-        columns = self._columns_of(requests)
-        counting = self.counts.arrange(requests)
-        mask = self.masks.arrange(requests)
+        columns, free = self._columns_of(requests)
+        counting = False if free else self.counts.arrange(requests)
+        mask = None if free else self.masks.arrange(requests)
         sampled = SamplerOutput(self.sampled_tokens[:count])
         changed = counting or mask is not None or columns.bias is not None
         if columns.random or changed or columns.logprobs is not None:
@@ -395,16 +396,23 @@ class Runner:
         best[:] = sampled.tokens
         return sampled
 
-    def _columns_of(self, requests: Sequence[SamplePosition]) -> SamplingTensors:
-        """The sampling parameters of ``requests``, kept for as long as these stay."""
+    def _columns_of(
+        self, requests: Sequence[SamplePosition]
+    ) -> tuple[SamplingTensors, bool]:
+        """The sampling parameters of ``requests``, kept for as long as these stay.
+
+        And whether these have stayed, and may all get any token, unpenalized.
+        """
         numbers = [request.request_id for request in requests]
-        if self._columns is None or self._columns[0] != numbers:
-            params = [request.params for request in requests]
-            vocab_size = self.model.config.vocab_size
-            seeds = [request.seed for request in requests]
-            tensors = SamplingTensors.of(params, vocab_size, self.device, seeds)
-            self._columns = numbers, tensors
-        return self._columns[1]
+        if self._columns is not None and self._columns[0] == numbers:
+            return self._columns[1:]
+        params = [request.params for request in requests]
+        vocab_size = self.model.config.vocab_size
+        seeds = [request.seed for request in requests]
+        tensors = SamplingTensors.of(params, vocab_size, self.device, seeds)
+        bound = any(r.restricted or r.params.penalizes for r in requests)
+        self._columns = numbers, tensors, not bound
+        return tensors, False
 
     def forget(self) -> None:
         """A step went wrong: what is kept from step to step may not be true."""

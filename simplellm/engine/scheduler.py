@@ -175,11 +175,12 @@ class Scheduler(RequestQueues):
         request: Request, first: int, tokens: Sequence[int]
     ) -> tuple[str | None, Sequence[int]]:
         """Why the request ends with these tokens, if it does, and those it keeps."""
-        room = request.num_prompt + request.max_tokens - first
-        for count, token in enumerate(tokens[:room], 1):
-            if token in request.stop_ids:
-                return "stop", tokens[:count]
-        return "length" if len(tokens) >= room else None, tokens[:room]
+        room, stops = request.num_prompt + request.max_tokens - first, request.stop_ids
+        kept = tokens[:room]
+        if stops.isdisjoint(kept):  # as almost always
+            return "length" if len(tokens) >= room else None, kept
+        end = next(index for index, token in enumerate(kept) if token in stops)
+        return "stop", kept[: end + 1]
 
     def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
