@@ -1,7 +1,6 @@
 """Steps: what one computes, what it is sent, when one kernel may follow another."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +21,9 @@ from drawings.svg import (
     shade,
 )
 from simplellm.base.request import UNKNOWN, Request
+from simplellm.engine.block_tables import BlockTables
+from simplellm.engine.input_batch import fill_batch
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.model.batch import Batch
 
@@ -220,10 +220,9 @@ def filled() -> Batch:
     shape = sum(chunk.length for chunk in scheduled), len(scheduled), PAGES
     flat = np.zeros(Batch.size(*shape, 2), dtype=np.int32)
     batch = Batch.of(flat, *shape, 2, manager.windows, PAGE)
-    runner = SimpleNamespace(
-        pool=SimpleNamespace(page_size=PAGE), manager=manager, previous={0: 0}
-    )
-    Runner._fill(cast(Any, runner), batch, scheduled, decodes=2)
+    sampling = [scheduled[0].request]  # its last token is on its way
+    tables = BlockTables(len(scheduled), PAGES, 2, PAGE)
+    fill_batch(batch, scheduled, 2, sampling, manager.tables, tables)
     return batch
 
 

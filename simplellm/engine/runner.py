@@ -9,14 +9,12 @@ from functools import partial
 from operator import le
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy import ndarray
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig
 from simplellm.base.draft_position import DraftPosition, SamplePosition
-from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
+from simplellm.base.request import Request, TokenLogprobs
 from simplellm.base.transfer import fetch, pinned, upload
 from simplellm.engine.block_tables import BlockTables
 from simplellm.engine.graphs import (
@@ -26,6 +24,7 @@ from simplellm.engine.graphs import (
     CaptureShape,
     capture,
 )
+from simplellm.engine.input_batch import fill_batch
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks
 from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts, sample
@@ -56,16 +55,6 @@ class StepOutput(NamedTuple):
 
 
 Flight = Callable[[], StepOutput]  # waits for what a step has sampled
-
-
-def in_rows(scheduled: Sequence[ScheduledChunk], most: int) -> list[ScheduledChunk]:
-    """These chunks in parts of at most ``most`` tokens."""
-    parts = []
-    for chunk in scheduled:
-        end = chunk.start + chunk.length
-        for start in range(chunk.start, end, most):
-            parts.append(chunk._replace(start=start, length=min(most, end - start)))
-    return parts
 
 
 class Runner:
@@ -241,7 +230,9 @@ class Runner:
         shape = tokens, most + chunks, self._pages(scheduled), most, queries
         self.buffer_index ^= 1
         staging = self.staging[self.buffer_index]
-        self._fill(self.view(staging.numpy(), *shape), scheduled, decodes)
+        batch = self.view(staging.numpy(), *shape)
+        held = self.manager.tables
+        fill_batch(batch, scheduled, decodes, self.sampling, held, self.tables)
         flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
         targets = prompt_targets(scheduled, self.device)
         replayed = None if graph is None else graph.shape
@@ -289,67 +280,6 @@ class Runner:
             self.hidden[: shape.tokens] = hidden
         else:
             self._head(batch, hidden, shape.decodes)
-
-    def _fill(
-        self, batch: Any, scheduled: Sequence[ScheduledChunk], decodes: int
-    ) -> None:
-        """Write ``scheduled`` into ``batch``, whose arrays are NumPy's.
-
-        The first ``decodes`` of them have one token each. Where the batch's rows take
-        more, all are decodes with their drafts.
-        """
-        page_size, queries = self.pool.page_size, batch.groups[0].queries
-        batch.pad()
-        parts = scheduled
-        tokens, positions = self._tokens(scheduled)
-        if queries > 1:
-            parts = in_rows(scheduled, queries)
-            decodes = len(parts)
-        rows = np.arange(len(parts))
-        # Chunks come after all the room for decodes.
-        rows[decodes:] += batch.groups[0].decodes - decodes
-        held = self.manager.tables
-        tables = [held[chunk.request.request_id] for chunk in parts]
-        pages, offsets = self.tables.update(tables)
-        # All is done for all rows at once: a call costs more than a number.
-        count, counts = len(tokens), [chunk.length for chunk in parts]
-        batch.tokens[:count], batch.positions[:count] = tokens, positions
-        batch.lengths[rows] = [chunk.start + chunk.length for chunk in parts]
-        batch.query_start_loc[1 + rows] = counts
-        np.cumsum(batch.query_start_loc, out=batch.query_start_loc, dtype=np.int32)
-        # The last token of each, and those that its drafts follow.
-        ends = np.cumsum([chunk.length for chunk in scheduled])
-        ends = ends[[chunk.samples for chunk in scheduled]]
-        wanted = [1 + len(chunk.request.drafts) for chunk in scheduled if chunk.samples]
-        index = np.arange(sum(wanted)) - np.repeat(np.cumsum(wanted), wanted)
-        batch.logits_indices[: len(index)] = np.repeat(ends, wanted) + index
-        owners = np.repeat(rows, counts)
-        for number, group in enumerate(batch.groups):
-            group.tables[rows] = pages[number, :, : group.tables.shape[1]]
-            group.offsets[rows] = offsets[number]
-            index = batch.positions[:count] - group.offsets[owners]
-            where = group.tables[owners, index // page_size]
-            group.slots[:count] = where * page_size + index % page_size
-
-    def _tokens(
-        self, scheduled: Sequence[ScheduledChunk]
-    ) -> tuple[Sequence[int] | ndarray, Sequence[int]]:
-        """The tokens of a step, its drafts among them, and their positions."""
-        requests, starts, lengths, _ = zip(*scheduled, strict=True)
-        if sum(lengths) == len(lengths) and [*requests] == self.sampling:
-            last = [r.tokens[start] for r, start in zip(requests, starts, strict=True)]
-            if last.count(UNKNOWN) == len(last):  # those of the step before, in order
-                return -1 - np.arange(len(last)), starts
-        tokens: list[int] = []
-        positions: list[int] = []
-        rows = {request.request_id: row for row, request in enumerate(self.sampling)}
-        for request, start, length, _ in scheduled:
-            tokens += request.tokens[start : start + length]
-            if tokens[-1] == UNKNOWN:
-                tokens[-1] = -1 - rows[request.request_id]
-            tokens += request.drafts
-            positions += range(start, start + length)
-        return tokens, positions
 
     def _pages(self, scheduled: Sequence[ScheduledChunk]) -> int:
         """Columns of a step's block tables."""
