@@ -13,7 +13,7 @@ from families import drawn, write
 from families_text import KINDS, write_text_side
 from transformers import LlamaConfig
 
-from simplellm import LLM
+from simplellm import LLM, SamplingParams
 from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.engine.page_manager import PageManager
 
@@ -23,6 +23,7 @@ import client
 import clients
 import compare
 import gpu_accuracy as accuracy
+import host
 import real
 import sanitize
 import speeds
@@ -234,3 +235,17 @@ def test_other_families_are_measured_by_name(tmp_path, monkeypatch):
     record = json.loads((tmp_path / "c-bench-qwen3.json").read_text())
     assert record["model"] == "Qwen3-8B" and record["weights"] == "random"
     assert "bench Qwen3-8B" in record["command"]
+
+
+def test_python_s_time_is_found_without_a_model():
+    """The engine answers from a table: it spends time, and knows no weights' tokens."""
+    found = host.measure(streams=3, tokens=20)
+    assert [*found] == ["engine", "text", "wall"]
+    assert min(found.values()) > 0
+    with LLM(device="cpu") as llm:
+        host.without_model(llm, 3)
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=9)
+        prompts = [[1], [2], [3]]
+        first, second = (llm.generate(prompts, params).result() for _ in range(2))
+    tokens = [[output.token_ids for output in outputs] for outputs in (first, second)]
+    assert tokens[0] != tokens[1], "they depend on the step alone"
