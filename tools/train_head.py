@@ -2,13 +2,16 @@
 
     python tools/train_head.py HEAD --minutes 20 --json figures/d-head.json
     python tools/train_head.py HEAD --model Qwen3-0.6B --prompts prompts.txt
+    python tools/train_head.py HEAD --minutes 0 --speeds --device cpu --json OUT
 
 HEAD is the folder to make, in the layout of SpecForge's. The model answers questions
 greedily: those of the embedded model's training side, or the lines of a file. Then the
 head learns, from the states of three layers, to say the model's next tokens, several in
 a row as in use: what it made of one draft is what it reads for the next (EAGLE-3's
 training-time test, Li et al. 2025). At last the engine drafts with it on questions that
-are held out, and the record says what was accepted.
+are held out, and the record says what was accepted; with --speeds also how fast each
+of them is answered by itself, with and without drafts in turns. With --minutes 0
+nothing is learned: HEAD is there.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -51,6 +55,7 @@ READ = 64  # texts whose states are computed at once
 CACHE = 2**31  # bytes
 EFFORTS = ("low", "medium", "high")
 EVALUATION = 100  # questions
+WARM = 5  # of them, that are answered once before
 NEWS = 5.0  # seconds from one line about how it goes to the next
 Answer = tuple[list[int], int]  # a prompt with the model's answer; where that begins
 
@@ -371,6 +376,41 @@ def accepted(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def speeds(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second at batch 1, of an engine without drafts and of one with them.
+
+    The number of drafts is the engine's choice. Each question is answered by both, one
+    after the other, so that what else the machine does slows both.
+    """
+    device = find_device(args.device)
+    limits: Any = {"temperature": 0, "max_tokens": args.max_tokens}
+    ways: dict[str, Any] = {"without": {}, "with": {"speculative": str(args.head)}}
+    spent, found = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                LLM(args.model, device=device, cache_bytes=CACHE, **way)
+            )
+            for name, way in ways.items()
+        }
+        asked = prompts(engines["with"], questions(args, held_out=True))
+        for turn, prompt in enumerate([*asked[:WARM], *asked]):
+            for name, llm in engines.items():
+                (output,) = llm.generate([prompt], **limits).result()
+                if turn >= WARM:
+                    times, count = output.metrics, len(output.token_ids) - 1
+                    spent[name] += times.finished_time - times.first_token_time
+                    found[name] += count
+        threads, why = torch.get_num_threads(), engines["with"].backend_reason
+    rates = {name: found[name] / spent[name] for name in ways}
+    return {
+        "backend": why,
+        "threads": threads,
+        "tokens_per_second": rates,
+        "times": rates["with"] / rates["without"],
+    }
+
+
 def main() -> None:
     asked = parser(__doc__)
     asked.add_argument("head", type=Path, help="the folder to make")
@@ -379,6 +419,7 @@ def main() -> None:
     asked.add_argument("--texts", type=int, default=3000)
     asked.add_argument("--max-tokens", type=int, default=200)
     asked.add_argument("--minutes", type=float, default=20, help="of learning")
+    asked.add_argument("--speeds", action="store_true", help="at batch 1, too")
     asked.add_argument("--batch", type=int, default=16, help="texts in a step of it")
     asked.add_argument("--rate", type=float, default=2e-3)
     asked.add_argument("--layers", default="", help="three, as in 1,3,4")
@@ -390,6 +431,20 @@ def main() -> None:
     args = asked.parse_args()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU
+    device = name_of(find_device(args.device))
+    record = header() | {"device": device, "simplellm": __version__, "drafts": STEPS}
+    if args.minutes > 0:
+        record |= learned(args)
+        save(record, args.json)
+    record |= accepted(args)
+    if args.speeds:
+        record |= speeds(args)
+    print(json.dumps(record, indent=1))
+    save(record, args.json)
+
+
+def learned(args: argparse.Namespace) -> dict[str, Any]:
+    """Make a head; what it took."""
     began = time.monotonic()
     # Little memory for a cache: how much is free when it ends is up to Python.
     with opened(args, max_waiting=args.texts, cache_bytes=CACHE) as llm:
@@ -411,14 +466,9 @@ def main() -> None:
         for name, weight in student.weights.items()
     }
     head_files(args.head, config, weights)
-    record = header() | {"device": name_of(model.device), "simplellm": __version__}
-    record |= {"texts": len(texts), "batches": steps, "numbers": numbers}
-    record |= {"seconds": round(time.monotonic() - began, 1), "drafts": STEPS}
-    save(record, args.json)
-    del lessons, student, model  # the engine takes what memory there is
-    found = accepted(args)
-    print(json.dumps(found, indent=1))
-    save(record | found, args.json)
+    seconds = round(time.monotonic() - began, 1)
+    record = {"texts": len(texts), "batches": steps, "numbers": numbers}
+    return record | {"seconds": seconds}
 
 
 if __name__ == "__main__":
