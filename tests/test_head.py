@@ -1,9 +1,11 @@
 """An EAGLE-3 head: its files, what it computes, and that no text changes by it."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +13,26 @@ import torch
 from heads import drafted, layers_of, write_head
 from models import SMALL
 from problems import evaluation_set
+from stepping import make_engine
+from test_runner import Tape
 from test_speculation import answers
 from torch import Tensor
 
-from simplellm import LLM
+from simplellm import LLM, SamplingParams
 from simplellm.api.load import load_model
 from simplellm.base.config import ConfigError
+from simplellm.base.request import Request
 from simplellm.checkpoint.eagle import head_config, read_head, read_head_config
+from simplellm.engine import graphs, head_drafter
+from simplellm.engine.build_speculation import capture_drafts
+from simplellm.engine.graphs import bucket_sizes, verify_shapes
 from simplellm.engine.head_drafter import HeadDrafter
 from simplellm.model.eagle import tapped
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.offline_batch import PAGE, one_sequence
+
+GREEDY_PARAMS = SamplingParams(temperature=0, max_tokens=20)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +135,49 @@ def test_the_embedded_model_has_a_head() -> None:
     assert found[0] == found[1]
     length = 1 + sum(stats.accepted_tokens.values()) / stats.drafts
     assert length > 2.5, length
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_captured_drafts_are_those_of_other_steps(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """With padding rows, and more drafts than fit in a row. A graph computes again."""
+    model, tape = load_model(folder, device="cpu"), Tape()
+    write_head(tmp_path, model.config)
+    replays = Counter[str]()
+
+    def recorded(run: Any, pool: Any = None) -> SimpleNamespace:
+        def replay() -> None:
+            replays[run.func.__name__] += 1
+            run()
+
+        return SimpleNamespace(replay=replay, pool=lambda: "a pool")
+
+    monkeypatch.setattr(graphs, "record", tape)
+    monkeypatch.setattr(head_drafter, "record", recorded)
+    config = replace(SMALL, speculative=str(tmp_path), num_speculative_tokens=5)
+    found = []
+    for captured in (False, True):
+        engine = make_engine(replace(model), config, overlap=overlap)
+        runner, speculator = engine.runner, engine.scheduler.speculator
+        if captured:
+            runner._pages = lambda scheduled, runner=runner: runner.table_width
+            runner.capture(bucket_sizes(8), (16, 32), verify_shapes(8, 40))
+            capture_drafts(engine.scheduler, runner)
+        asked = [
+            Request(([n, *range(3, 9), 2 * n] * 3)[: 12 + n], 9 + n, GREEDY_PARAMS,
+                    request_id=n)
+            for n in range(1, 7)
+        ]  # fmt: skip
+        engine.submit(asked)
+        drafts = []
+        while engine.scheduler.requests or engine.flights:
+            engine.step()
+            drafts.append({r.request_id: [*r.drafts] for r in asked if r.drafts})
+        found.append(([r.tokens for r in asked], drafts, speculator.counts()))
+    assert found[0] == found[1]
+    assert found[0][2]["drafts"] > 20
+    assert min(replays[name] for name in ("_read", "_first", "_next")) > 5, replays
 
 
 # Its files
