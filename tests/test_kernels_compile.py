@@ -172,15 +172,19 @@ def rope_case(dim, has_norms, cache="bf16"):
     )
 
 
+PEERS = Peers(torch.empty(0), 1, 2, 256, 1440)
 DRAW, DRAWN = draw.draw_launchers(True)
+_, DRAWN_BY_ALL = draw.draw_launchers(True, PEERS)
 
 
 def filter_cases(weights, first):
     tally, pick = filters.filter_launchers(weights, first, True)
-    columns = "*fp32 *i64 *fp32"
+    logits, columns = "*fp32 *i32", "*fp32 *i64 *fp32"
+    more = "*fp32 *i32 *i32 *i32 *i64"
     return [
-        case_of(tally, f"*fp32 *i32 {columns} *fp32 *i32 *i32 *i32 *i64 i32"),
-        case_of(pick, f"{columns} *i32 *i32 *i32 *i64 i32"),
+        case_of(tally, f"{logits} {columns} {more} i32 i32", "peaks_ptr"),
+        case_of(tally, f"{logits} *fp32 {columns} {more} i32 i32"),
+        case_of(pick, f"{columns} *i32 *i32 *i32 *i64 i32 i32"),
     ]
 
 
@@ -192,9 +196,6 @@ def norm_case(size, parts, sandwich):
         types, without = "*bf16 *fp32 *fp32 *fp32 *bf16", "bias_ptr"
         without = without if sandwich else "update_weight_ptr"
     return case_of(start, f"{types} i32 fp32", f"{without} scales_ptr peers_ptr")
-
-
-PEERS = Peers(torch.empty(0), 1, 2, 256, 1440)
 
 
 def exchange_case(ranks, parts):
@@ -246,14 +247,20 @@ CASES = [
     ),
     case_of(vocabulary.largest_launcher(PEERS), "*fp32 *i32 *i64 *i32 i32 i32"),
     case_of(reduce.add_parts_launcher(2880, 4)[0], "*bf16 *bf16"),
-    case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i64 i32", "deepest_ptr floors_ptr"),
-    case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i32 *fp32 *i64 i32"),
+    case_of(
+        DRAW,
+        "*fp32 *i32 *fp32 *i64 *i64 *i64 i32 i32",
+        "deepest_ptr floors_ptr peaks_ptr",
+    ),
+    case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i32 *fp32 *fp32 *i64 i32 i32"),
+    case_of(DRAWN_BY_ALL, "*i64 *i32 *fp32 *i32 *i64 i32"),
+    case_of(vocabulary.peak_launcher(PEERS), "*fp32 *i32 *i64 *fp32 i32 i32"),
     *filter_cases(weights=False, first=True),
     *filter_cases(weights=False, first=False),
     *filter_cases(weights=True, first=True),
     *filter_cases(weights=True, first=False),
     case_of(PENALIZE, "*fp32 *i64 *i1 *i32 *fp32 *fp32 *fp32 i32 i32"),
-    case_of(DRAWN, "*i64 *i32 *fp32 *i32 i32"),
+    case_of(DRAWN, "*i64 *i32 *fp32 *i32 i32", "peers_ptr"),
     case_of(norm.embed_launcher(2880), "*i32 *i32 *bf16 *bf16"),
     Case(bandwidth.read_kernel, "*i32 *i32", {"BLOCK": 8192}, warps=8),
     # Other families' attention

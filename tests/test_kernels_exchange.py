@@ -7,12 +7,17 @@ Between GPUs, tools/gpu/parallel.py checks the same.
 import multiprocessing
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
 
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.engine.sampler import SamplingTensors
 from simplellm.model import ops
+from simplellm.model.kernels.draw import draw
 from simplellm.model.kernels.exchange import Peers, shared_bytes, stop_word
 from simplellm.model.kernels.norm import add_norm
 from simplellm.model.kernels.vocabulary import ExchangingShard
@@ -105,6 +110,45 @@ def test_embedding_and_greatest_token_are_those_of_one_rank() -> None:
     for rank in range(2):
         assert rows[rank].equal(ops.embed(tokens, previous, table))
         assert best[rank].equal(logits.argmax(-1).int())
+
+
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.2, top_k=50, top_p=0.9, min_p=0.002),
+    SamplingParams(temperature=2.0, top_p=0.6),
+]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_draws_are_those_of_one_rank(tmp_path: Path) -> None:
+    vocabulary, device = 300, torch.device("cpu")
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(ROWS, vocabulary, generator=generator) * 3
+    columns = SamplingTensors.of(PARAMS, vocabulary, device, [1, 2, 3, 4])
+    best = logits.argmax(-1).int()
+    steps = [torch.full((ROWS,), step) for step in range(6)]
+    how = columns.temperature, columns.seeds
+    _, addresses = shared_memory(2)
+    found = torch.zeros(2, len(steps), ROWS, dtype=torch.int32).share_memory_()
+
+    def compute(rank: int) -> None:
+        peers, group = (
+            Peers(addresses, rank, 2, ROWS, N),
+            Group(str(tmp_path), rank, 2, 9),
+        )
+        part = range(0, 160) if rank == 0 else range(160, vocabulary)
+        table = replace(ops.PLAIN, draw=draw)
+        shard = ExchangingShard(table, group, part, vocabulary, peers)
+        own = logits[:, part.start : part.stop].contiguous()
+        for number, step in enumerate(steps):
+            found[rank, number] = shard.draw(own, best, *how, step, columns.filters)
+
+    forked(2, compute)
+    for number, step in enumerate(steps):
+        expected = ops.draw(logits, best, *how, step, columns.filters)
+        assert found[0, number].equal(expected) and found[1, number].equal(expected)
+    assert len(found.unique()) > 8
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -38,6 +38,7 @@ from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks, start_ranks
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
+from simplellm.engine.warmup import DRAWS, dummy_sampler_run
 from simplellm.model.build import build, plain_norm
 from simplellm.model.fp8_cache import kv_scales, make_pool
 from simplellm.model.machine import find_device, find_dtype, name_of, on
@@ -124,6 +125,9 @@ def load_engine(
             verifying = verify_shapes(seqs, config.max_drafts)
             engine.runner.capture(bucket_sizes(seqs), MIXED_SIZES, verifying)
             capture_drafts(engine.scheduler, engine.runner)
+        if ranks.size > 1 and operations == "fused":
+            for params in DRAWS:  # whose kernels are not those of a rank alone
+                dummy_sampler_run(engine.runner, params, ops)
     return engine, why, weights_seconds
 
 

@@ -51,6 +51,7 @@ def one_shot_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """One program a row: out = the sum of all ranks' x."""
     row = tl.program_id(0)
@@ -60,7 +61,7 @@ def one_shot_kernel(
     dtype = x_ptr.dtype.element_ty
     total = exchange(
         *(x.to(tl.float32), columns, inside, row, peers_ptr),
-        *(N, RANK, RANKS, ROWS, dtype),
+        *(WORDS, RANK, RANKS, ROWS, dtype),
     )
     tl.store(out_ptr + row * N + columns, total.to(dtype), inside)
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.kernels.argmax_keys import LOWEST, index_of, largest_key, ordered
-from simplellm.model.kernels.filters import COLUMNS, bounds, depth_of
+from simplellm.model.kernels.exchange import ALONE, Peers, exchange_largest
+from simplellm.model.kernels.filters import COLUMNS, Part, bounds, depth_of, peak_of
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
 from simplellm.sampling.filters import Filters
 
@@ -54,13 +55,17 @@ def draw_kernel(
     steps_ptr,
     deepest_ptr,
     floors_ptr,
+    peaks_ptr,
     keys_ptr,
-    vocabulary,
+    width,
+    first_token,
     BLOCK: tl.constexpr,
     LIBRARY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for BLOCK logits of a row: keys[row, block] = their largest score.
+
+    The logits are those of ``width`` tokens from the first one on.
 
     score[v] = (logit[v] - logit[best]) / temperature + gumbel(hash(seed, step, v))
 
@@ -73,9 +78,11 @@ def draw_kernel(
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
         tokens = block * BLOCK + tl.arange(0, BLOCK)
-        logits = logits_ptr + row.to(tl.int64) * vocabulary
-        score = tl.load(logits + tokens, tokens < vocabulary, -float("inf"))
-        score -= tl.load(logits + tl.load(best_ptr + row))
+        logits = logits_ptr + row.to(tl.int64) * width
+        inside = tokens < width
+        score = tl.load(logits + tokens, inside, -float("inf"))
+        score -= peak_of(logits, best_ptr, peaks_ptr, row)
+        tokens += first_token
         seed = tl.load(seeds_ptr + row)
         first = mix_bits(mix_bits(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
         first = mix_bits(first ^ tl.load(steps_ptr + row).to(tl.uint32))
@@ -87,7 +94,7 @@ def draw_kernel(
             keep &= score >= tl.load(floors_ptr + row)
             score = tl.where(keep, score, -float("inf"))
         score += gumbel(bits, LIBRARY)
-        keys = tl.where(tokens < vocabulary, ordered(score, tokens), LOWEST)
+        keys = tl.where(inside, ordered(score, tokens), LOWEST)
         tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
@@ -97,23 +104,37 @@ def drawn_kernel(
     best_ptr,
     temperature_ptr,
     ids_ptr,
+    peers_ptr,
     count,
     BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row: ids = the index in the largest key; best at temperature 0."""
+    """One program a row: ids = the index in the largest key; best at temperature 0.
+
+    With peers, in the largest of all ranks'.
+    """
     pdl_wait(PDL)
     row = tl.program_id(0)
-    sampled = index_of(largest_key(keys_ptr + row * count, count, BLOCK))
+    key = largest_key(keys_ptr + row * count, count, BLOCK)
+    if peers_ptr is not None:
+        key = exchange_largest(key, row, peers_ptr, WORDS, RANK, RANKS, ROWS)
+    sampled = index_of(key)
     greedy = tl.load(temperature_ptr + row) <= 0
     tl.store(ids_ptr + row, tl.where(greedy, tl.load(best_ptr + row), sampled))
 
 
 @cache
-def draw_launchers(on_gpu: bool) -> tuple[Launcher, Launcher]:
-    """For the keys, and for the ids."""
+def draw_launchers(
+    on_gpu: bool, peers: Peers | None = None
+) -> tuple[Launcher, Launcher]:
+    """For the keys, and for the ids, of all ranks' keys if there are ``peers``."""
     keys = launcher(draw_kernel, BLOCK=DRAW_BLOCK, LIBRARY=on_gpu, num_warps=8)
-    return keys, launcher(drawn_kernel, BLOCK=128, num_warps=4)
+    ranks = ALONE if peers is None else peers.constants()
+    return keys, launcher(drawn_kernel, BLOCK=128, **ranks, num_warps=4)
 
 
 def draw(
@@ -123,6 +144,8 @@ def draw(
     seeds: Tensor,
     steps: Tensor,
     filters: Filters | None = None,
+    part: Part | None = None,
+    peers: Peers | None = None,
 ) -> Tensor:
     """One token for each row of ``logits`` float32 [S, V]: int32 [S].
 
@@ -130,17 +153,20 @@ def draw(
     ``temperature``, float32 [S], is 0 get that one. ``seeds`` int64 [S] and ``steps``
     int64 [S] fix the noise, as in `simplellm.model.ops.draw`, whose tokens these are:
     hash, subtraction, division and sum are the same to the bit, and on a GPU the
-    logarithms come from the same library. All are contiguous.
+    logarithms come from the same library. All are contiguous. A rank that has the
+    logits [S, W] of a ``part`` draws with its ``peers``.
     """
-    rows, vocabulary = logits.shape
+    rows, width = logits.shape
     limits: tuple[Tensor | None, Tensor | None] = None, None
     if filters is not None:
-        limits = bounds(logits, best, temperature, filters)
+        limits = bounds(logits, best, temperature, filters, part)
     ids = torch.empty_like(best)
-    blocks = -(-vocabulary // DRAW_BLOCK)
+    blocks = -(-width // DRAW_BLOCK)
     keys = seeds.new_empty(rows, blocks)
-    start, finish = draw_launchers(logits.is_cuda)
-    inputs = logits, best, temperature, seeds, steps, *limits
-    start((blocks, rows, 1), *inputs, keys, vocabulary)
-    finish((rows, 1, 1), keys, best, temperature, ids, blocks)
+    start, finish = draw_launchers(logits.is_cuda, peers)
+    peaks, first = (None, 0) if part is None else (part.peaks, part.first)
+    inputs = logits, best, temperature, seeds, steps, *limits, peaks
+    start((blocks, rows, 1), *inputs, keys, width, first)
+    addresses = None if peers is None else peers.addresses
+    finish((rows, 1, 1), keys, best, temperature, ids, addresses, blocks)
     return ids

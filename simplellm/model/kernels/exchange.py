@@ -39,7 +39,8 @@ class Peers:
 
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for."""
-        return {"RANK": self.rank, "RANKS": self.ranks, "ROWS": self.rows}
+        sizes = {"RANK": self.rank, "RANKS": self.ranks}
+        return sizes | {"ROWS": self.rows, "WORDS": self.words}
 
 
 def stop_word(ranks: int, rows: int) -> int:
@@ -52,7 +53,7 @@ def shared_bytes(ranks: int, rows: int, words: int) -> int:
     return 4 * (stop_word(ranks, rows) + STOP_WORDS + 2 * ranks * rows * words)
 
 
-ALONE: dict[str, Any] = {"RANK": 0, "RANKS": 1, "ROWS": 0}
+ALONE: dict[str, Any] = {"RANK": 0, "RANKS": 1, "ROWS": 0, "WORDS": 0}
 
 
 @triton.jit
@@ -136,7 +137,7 @@ def exchange(
     inside,
     row,
     peers_ptr,
-    N: tl.constexpr,
+    WORDS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -144,12 +145,12 @@ def exchange(
 ):
     """The sum of all ranks' x, rounded to DTYPE before, in the order of the ranks.
 
-    float32, the same bits on each of them. One program has all of a row. The slots are
-    of N numbers of DTYPE.
+    float32, the same bits on each of them. One program has all of a row.
     """
+    SIZE: tl.constexpr = WORDS * 32 // DTYPE.primitive_bitwidth  # of a slot
     x = x.to(DTYPE)
     call, first = begin_call(peers_ptr, row, RANK, RANKS, ROWS)
-    mine = (first + RANK * ROWS).to(tl.int64) * N + columns
+    mine = (first + RANK * ROWS).to(tl.int64) * SIZE + columns
     for other in tl.static_range(RANKS):
         if other != RANK:
             slots = slots_of(peers_ptr, other, RANKS, ROWS, DTYPE)
@@ -162,7 +163,7 @@ def exchange(
             total += x.to(tl.float32)
         else:
             slot = wait_for_rank(peers_ptr, first, call, other, RANK, RANKS, ROWS)
-            theirs = own + slot * N + columns
+            theirs = own + slot * SIZE + columns
             # Not from a cache of this processor's, which nobody else's stores reach.
             total += tl.load(theirs, inside, 0, cache_modifier=".cg").to(tl.float32)
     end_call(peers_ptr, row, call, RANK, RANKS, ROWS)

@@ -11,7 +11,9 @@ programs have no token of. The sums are integers, so that it does not matter in 
 order programs add to them.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,7 +37,26 @@ FARTHEST = tl.constexpr(LAST / STEPS)
 BEST_WEIGHT = tl.constexpr(WEIGHT)
 # These may begin anywhere in what a step came with, and are read number by number.
 COLUMNS = ["best_ptr", "temperature_ptr", "seeds_ptr", "steps_ptr"]
-COLUMNS += ["top_k_ptr", "top_p_ptr", "floors_ptr", "deepest_ptr"]
+COLUMNS += ["top_k_ptr", "top_p_ptr", "floors_ptr", "deepest_ptr", "peaks_ptr"]
+
+
+class Part(NamedTuple):
+    """The tokens that one rank of several has logits of."""
+
+    first: int
+    vocabulary: int  # tokens of all ranks
+    peaks: Tensor  # float32 [S], the greatest logits of all
+    add_up: Callable[[Tensor], Tensor]  # all ranks' sum
+    leads: bool  # of the ranks one does
+
+
+@triton.jit
+def peak_of(logits_ptr, best_ptr, peaks_ptr, row):
+    """The greatest logit of a row, whose logits begin at logits; or of all ranks'."""
+    if peaks_ptr is None:
+        return tl.load(logits_ptr + tl.load(best_ptr + row))
+    else:
+        return tl.load(peaks_ptr + row)
 
 
 @triton.jit
@@ -67,6 +88,7 @@ def is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS: tl.constexpr):
 def tally_kernel(
     logits_ptr,
     best_ptr,
+    peaks_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -75,6 +97,7 @@ def tally_kernel(
     starts_ptr,
     shifts_ptr,
     tallies_ptr,
+    width,
     vocabulary,
     WEIGHTS: tl.constexpr,
     FIRST: tl.constexpr,
@@ -82,7 +105,9 @@ def tally_kernel(
     LIBRARY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program adds BLOCK logits of a row to its tallies, int64 [S, TOTAL + 1].
+    """One program adds BLOCK of a row's ``width`` logits to its tallies.
+
+    They are int64 [S, TOTAL + 1].
 
     The FIRST pass counts tokens by ranges. In the others each token adds 1 to its bin
     or, with WEIGHTS, its weight. With WEIGHTS these are only the tokens that are left
@@ -95,13 +120,13 @@ def tally_kernel(
     limited = is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS)
     if limited & (temperature > 0):
         tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        logits = logits_ptr + row.to(tl.int64) * vocabulary
+        logits = logits_ptr + row.to(tl.int64) * width
         tallies = tallies_ptr + row * (TOTAL + 1)
-        score = tl.load(logits + tokens, tokens < vocabulary, -float("inf"))
-        score -= tl.load(logits + tl.load(best_ptr + row))
+        score = tl.load(logits + tokens, tokens < width, -float("inf"))
+        score -= peak_of(logits, best_ptr, peaks_ptr, row)
         score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
         depth = depth_of(score)
-        counted = tokens < vocabulary
+        counted = tokens < width
         if WEIGHTS:
             counted &= depth <= tl.load(deepest_ptr + row)
             counted &= score >= tl.load(floors_ptr + row)
@@ -158,6 +183,7 @@ def pick_kernel(
     shifts_ptr,
     tallies_ptr,
     vocabulary,
+    leads,
     WEIGHTS: tl.constexpr,
     FIRST: tl.constexpr,
     PDL: tl.constexpr,
@@ -167,8 +193,8 @@ def pick_kernel(
     Starts are depths, and shifts the bits of a bin's width. After the FIRST pass the
     bins are those of the ranges that may have the last kept token. After the second
     they are the depths of the bin with it, and the next tallies get what is outside of
-    these. After the third they start at its depth. A row without a limit keeps its
-    deepest.
+    these, if this rank ``leads`` and not another: they are added up. After the third
+    they start at its depth. A row without a limit keeps its deepest.
     """
     pdl_wait(PDL)
     row = tl.program_id(0)
@@ -203,7 +229,7 @@ def pick_kernel(
             bin_index = tl.minimum(tl.sum(short.to(tl.int32), 0), BINS - 1)
             width = tl.load(shifts_ptr + row)
             start += bin_index << width
-            if width > 0:
+            if (width > 0) & (leads > 0):
                 above += tl.sum(tl.where(tl.arange(0, BINS) < bin_index, bins, 0), 0)
                 following = tallies + tl.num_programs(0) * (TOTAL + 1)
                 tl.store(following + ABOVE, above)
@@ -224,7 +250,11 @@ def filter_launchers(
 
 
 def bounds(
-    logits: Tensor, best: Tensor, temperature: Tensor, filters: Filters
+    logits: Tensor,
+    best: Tensor,
+    temperature: Tensor,
+    filters: Filters,
+    part: Part | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The greatest depth, int32 [S], and the least score, float32 [S, 1], to be kept.
 
@@ -232,22 +262,26 @@ def bounds(
     ``best`` int32 [S] their likeliest tokens, ``temperature`` float32 [S]; a row at 0
     gets any depth. All are contiguous. What is kept is what `filter_tokens` of
     `sampling/filters.py` keeps: weights are the same to the bit where the exponential
-    comes from the same library, as it does on a GPU.
+    comes from the same library, as it does on a GPU. With a ``part`` they are float32
+    [S, W], and all ranks' count.
     """
-    rows, vocabulary = logits.shape
+    rows, width = logits.shape
+    vocabulary = width if part is None else part.vocabulary
+    peaks, leads = (None, 1) if part is None else (part.peaks, int(part.leads))
     searches = [False] * filters.some_top_k + [True] * filters.some_top_p
     deepest, shifts = best.new_full([rows], LAST), torch.empty_like(best)
     shape = len(searches), 3, rows, TOTAL.value + 1
     tallies = logits.new_zeros(shape, dtype=torch.int64)
-    floors, grid = filters.min_p.log(), (-(-vocabulary // TALLY_BLOCK), rows, 1)
+    floors, grid = filters.min_p.log(), (-(-width // TALLY_BLOCK), rows, 1)
     columns = temperature, filters.top_k, filters.top_p
     for weights, passes in zip(searches, tallies, strict=True):
         bins = torch.empty_like(best), shifts
         for number, sums in enumerate(passes):
             tally, pick = filter_launchers(weights, number == 0, logits.is_cuda)
-            tally(
-                grid, logits, best, *columns, floors, deepest, *bins, sums, vocabulary
-            )
-            pick((rows, 1, 1), *columns, deepest, *bins, sums, vocabulary)
+            inputs = logits, best, peaks, *columns, floors, deepest
+            tally(grid, *inputs, *bins, sums, width, vocabulary)
+            if part is not None:
+                sums.copy_(part.add_up(sums))
+            pick((rows, 1, 1), *columns, deepest, *bins, sums, vocabulary, leads)
         deepest = bins[0]
     return deepest, floors

@@ -65,6 +65,7 @@ def add_norm_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a row: residual += sum of the parts; normed = a norm of it.
@@ -96,7 +97,7 @@ def add_norm_kernel(
             if peers_ptr is not None:
                 total = exchange(
                     *(total, columns, inside, row.to(tl.int32), peers_ptr),
-                    *(N, RANK, RANKS, ROWS, dtype),
+                    *(WORDS, RANK, RANKS, ROWS, dtype),
                 )
             if update_weight_ptr is not None:
                 scale = tl.rsqrt(tl.sum(total * total, 0) / N + eps)

@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.model.kernels.argmax_keys import index_of, ordered
+from simplellm.model.kernels.argmax_keys import LOWEST, index_of, ordered
+from simplellm.model.kernels.draw import draw
 from simplellm.model.kernels.exchange import Peers, exchange, exchange_largest
+from simplellm.model.kernels.filters import Part
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.parallel import VocabularyShard
+from simplellm.sampling.filters import Filters
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "previous_ptr"])
@@ -31,6 +34,7 @@ def embed_part_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
     PDL: tl.constexpr,  # False, as in `embed_kernel`
 ):
     """`embed_kernel`, of a table that has ``count`` tokens, from the ``first`` on."""
@@ -46,7 +50,7 @@ def embed_part_kernel(
     dtype = out_ptr.dtype.element_ty
     total = exchange(
         *(x.to(tl.float32), columns, inside, row, peers_ptr),
-        *(N, RANK, RANKS, ROWS, dtype),
+        *(WORDS, RANK, RANKS, ROWS, dtype),
     )
     tl.store(out_ptr + row * N + columns, total.to(dtype), inside)
 
@@ -59,10 +63,10 @@ def largest_kernel(
     ids_ptr,
     width,
     first,
-    N: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a row: the token of the greatest of all ranks' numbers at places."""
@@ -71,8 +75,36 @@ def largest_kernel(
     place = tl.load(places_ptr + row).to(tl.int64)
     value = tl.load(values_ptr + row.to(tl.int64) * width + place)
     key = ordered(value, place + first)
-    key = exchange_largest(key, row, peers_ptr, N, RANK, RANKS, ROWS)
+    key = exchange_largest(key, row, peers_ptr, WORDS, RANK, RANKS, ROWS)
     tl.store(ids_ptr + row, index_of(key))
+
+
+@triton.jit
+def peak_kernel(
+    logits_ptr,
+    best_ptr,
+    peers_ptr,
+    peaks_ptr,
+    width,
+    first,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row: the logit of its best token, which one of the ranks has."""
+    pdl_wait(PDL)
+    row = tl.program_id(0)
+    place = tl.load(best_ptr + row) - first
+    here = (place >= 0) & (place < width)
+    logits = logits_ptr + row.to(tl.int64) * width
+    value = tl.load(logits + tl.where(here, place, 0))
+    key = tl.where(here, ordered(value, place), LOWEST)
+    key = exchange_largest(key, row, peers_ptr, WORDS, RANK, RANKS, ROWS)
+    bits = (key >> 32).to(tl.int32)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    tl.store(peaks_ptr + row, bits.to(tl.float32, bitcast=True))
 
 
 @cache
@@ -85,8 +117,13 @@ def embed_part_launcher(size: int, peers: Peers) -> Launcher:
 @cache
 def largest_launcher(peers: Peers) -> Launcher:
     """For one number of each row and rank."""
-    options = {"N": peers.words, **peers.constants()}
-    return launcher(largest_kernel, **options, num_warps=1)
+    return launcher(largest_kernel, **peers.constants(), num_warps=1)
+
+
+@cache
+def peak_launcher(peers: Peers) -> Launcher:
+    """For one number of each row."""
+    return launcher(peak_kernel, **peers.constants(), num_warps=1)
 
 
 @dataclass(frozen=True)
@@ -113,3 +150,23 @@ class ExchangingShard(VocabularyShard):
         sizes = width, self.tokens.start
         largest_launcher(self.peers)((rows, 1, 1), *inputs, *sizes)
         return ids
+
+    def draw(
+        self,
+        logits: Tensor,
+        best: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        steps: Tensor,
+        filters: Filters | None = None,
+    ) -> Tensor:
+        rows, width = logits.shape
+        columns = temperature, seeds, steps, filters
+        if rows > self.peers.rows or self.ops.draw is not draw:
+            return super().draw(logits, best, *columns)
+        peaks, first = logits.new_empty(rows), self.tokens.start
+        inputs = logits, best, self.peers.addresses, peaks, width, first
+        peak_launcher(self.peers)((rows, 1, 1), *inputs)
+        add_up, leads = self.group.sum, self.group.rank == 0
+        part = Part(first, self.vocab_size, peaks, add_up, leads)
+        return draw(logits, best, *columns, part, self.peers)
