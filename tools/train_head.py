@@ -38,7 +38,13 @@ from torch.nn import functional
 from simplellm import LLM, __version__
 from simplellm.api.load import load_model
 from simplellm.base.config import ModelConfig
-from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
+from simplellm.checkpoint.eagle import (
+    HeadConfig,
+    head_shapes,
+    may_lack,
+    read_head,
+    read_head_config,
+)
 from simplellm.model.attention import masked_attention, visible
 from simplellm.model.batch import Batch, KVGroup
 from simplellm.model.eagle import as_model, tapped
@@ -368,7 +374,9 @@ def accepted(args: argparse.Namespace) -> dict[str, Any]:
         stats.accepted_tokens.get(place, 0) / count
         for place, count in stats.draft_tokens.items()
     ]
+    tensors = read_head(args.head, read_head_config(args.head))
     return {
+        "numbers": sum(tensor.numel() for tensor in tensors.values()),
         "questions": len(asked),
         "checked": stats.drafts,
         "acceptance_length": 1 + right / stats.drafts,
@@ -467,8 +475,7 @@ def learned(args: argparse.Namespace) -> dict[str, Any]:
     }
     head_files(args.head, config, weights)
     seconds = round(time.monotonic() - began, 1)
-    record = {"texts": len(texts), "batches": steps, "numbers": numbers}
-    return record | {"seconds": seconds}
+    return {"texts": len(texts), "batches": steps, "seconds": seconds}
 
 
 if __name__ == "__main__":
