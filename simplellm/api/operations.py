@@ -3,6 +3,9 @@
 `PLAIN`, `NUMPY` or the Triton kernels; the choice is made while loading, once.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
@@ -48,6 +51,11 @@ def choose_operations(
         reason = "the experts are not packed, and the kernels read MXFP4"
     elif reason is None and packed and not interleaved:
         reason = f"of MXFP4 the kernels read gpt-oss alone, not {title(model)}"
+    backend, none = config.attention_backend, "no flash-attn is installed"
+    if backend == "flash_attn":
+        why = reason or (none if flash_library(device) is None else None)
+        why = why or ("batch_invariant is True" if config.batch_invariant else None)
+        expect(why is None, "attention_backend", backend, f"'auto', since {why}")
     if reason is None:
         return "fused", "Triton kernels"
     operations, expected = config.operations, f"'auto', since {reason}"
@@ -74,4 +82,17 @@ def fused_operations(
         device=device,
         batch_invariant=config.batch_invariant,
     )
-    return warm_up(ops, model, config, dtype, device)
+    ops = warm_up(ops, model, config, dtype, device)
+    library = flash_library(device)
+    if config.attention_backend == "auto" or library is None:
+        return ops
+    from simplellm.model.kernels.flash import with_flash
+
+    return replace(ops, attend=with_flash(ops.attend, library))
+
+
+def flash_library(device: torch.device) -> Any:
+    """The `simplellm.model.kernels.flash.Library` for this GPU; None: there is none."""
+    from simplellm.model.kernels.flash import find_library
+
+    return find_library(capability(device))

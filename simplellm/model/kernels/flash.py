@@ -1,53 +1,137 @@
-"""Attention through the flash-attn library, for those who have it installed.
+"""Attention of prompts through the flash-attn library, for those who have it installed.
 
-One more `attend` that a table can hold: a second opinion on a GPU. It asks the GPU for
-lengths, so that no CUDA graph can record it.
+Which of its versions there is decides: 3 is for Hopper alone, where it comes first, 4
+for any GPU from there on, 2 for all. Their functions differ in a few names. None knows
+pages of any size in all versions, so keys and values are gathered first.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from simplellm.model.batch import KVGroup
 
+MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+HOPPER = 9  # the first number of its compute capability
 
-def attend(
-    q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, sinks: Tensor | None
-) -> Tensor:
-    """`simplellm.model.ops.attend` in bfloat16 or float16, all sequences in one call.
 
-    The library knows no sinks. It returns the logarithm of each softmax's sum, and that
-    is enough: one more logit in the sum makes a factor sigmoid(lse - sink). Raises
-    ImportError without the library.
+class Library(NamedTuple):
+    """A flash-attn that is installed: its version, and ``flash_attn_varlen_func``."""
+
+    version: int
+    function: Callable[..., Any]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, **lengths: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Attention [T, H, D], and the logarithms of its sums, float32 [H, T]."""
+        if self.version == 4:
+            left = (None, None) if window is None else (window - 1, 0)
+            options = {"window_size": left, "return_lse": True}
+        else:
+            some = (-1, -1) if window is None else (window - 1, 0)
+            options = {"window_size": some, "return_attn_probs": True}
+        out, lse, *_ = self.function(q, k, v, causal=True, **lengths, **options)
+        return out, lse
+
+
+def find_library(capability: tuple[int, int]) -> Library | None:
+    """The library for a GPU of this compute capability; None: there is none."""
+    for version in (3, 4, 2) if capability[0] == HOPPER else (4, 2):
+        try:
+            function = import_module(MODULES[version]).flash_attn_varlen_func
+        except (ImportError, AttributeError):
+            continue
+        return Library(version, function)
+    return None
+
+
+class Plan(NamedTuple):
+    """What the sequences of a group read; the GPU is asked once for all layers."""
+
+    pages: Tensor  # int64 [places], of all sequences, one after the other
+    rows: Tensor  # int64 [places], in the pages
+    lengths: dict[str, Any]  # as the library wants them
+    first: int  # the first token's number
+    stop: int
+
+    @classmethod
+    def of(cls, group: KVGroup) -> "Plan":
+        counts = group.lengths - group.offsets  # places of which the table names pages
+        ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+        sequence = torch.arange(len(counts), device=counts.device)
+        sequence = sequence.repeat_interleave(counts)
+        index = torch.arange(len(sequence), device=counts.device) - ends[sequence]
+        pages = group.tables[sequence, index // group.page_size].long()
+        queries = group.query_start_loc.tolist()
+        lengths = {
+            "cu_seqlens_q": group.query_start_loc - queries[0],
+            "cu_seqlens_k": ends,
+            "max_seqlen_q": max(end - begin for begin, end in pairwise(queries)),
+            "max_seqlen_k": int(counts.max()),
+        }
+        rows = (index % group.page_size).long()
+        return cls(pages, rows, lengths, queries[0], queries[-1])
+
+
+def attend_sequences(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: Plan,
+    window: int | None,
+    sinks: Tensor | None,
+    library: Library,
+    out: Tensor,
+) -> None:
+    """Write attention of the planned sequences, and zeros behind them, to ``out``.
+
+    No version but the fourth knows sinks. But all return the logarithm of each
+    softmax's sum: one more logit in it makes a factor sigmoid(lse - sink).
     """
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError as error:
-        raise ImportError(
-            "flash-attn is not installed; pip install simplellm[flash-attn] builds it"
-        ) from error
-    counts = group.lengths - group.offsets  # places [B] of which the table names pages
-    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
-    sequence = torch.arange(len(counts), device=q.device).repeat_interleave(counts)
-    index = torch.arange(len(sequence), device=q.device) - ends[sequence]
-    pages = group.tables[sequence, index // group.page_size].long()
-    cells = pages * group.page_size + index % group.page_size
-    queries = group.query_start_loc.tolist()
-    total = queries[-1]
-    out, lse, _ = flash_attn_varlen_func(
-        q[:total],
-        *(pages.flatten(0, 1)[cells] for pages in (keys, values)),
-        cu_seqlens_q=group.query_start_loc,
-        cu_seqlens_k=ends,
-        max_seqlen_q=max(end - begin for begin, end in pairwise(queries)),
-        max_seqlen_k=int(counts.max()),
-        causal=True,
-        window_size=(-1, -1) if group.window is None else (group.window - 1, 0),
-        return_attn_probs=True,
-    )  # [total, H, D], float32 [H, total]
-    result = torch.zeros_like(q)
+    some = slice(plan.first, plan.stop)
+    k, v = (x[plan.pages, plan.rows].to(q.dtype) for x in (keys, values))
+    found, lse = library(q[some], k, v, window, **plan.lengths)
     if sinks is not None:
-        out = out * torch.sigmoid(lse.T - sinks.float())[..., None]
-    result[:total] = out
-    return result
+        found = found * torch.sigmoid(lse.T - sinks.float())[..., None]
+    out[some] = found
+    out[plan.stop :] = 0
+
+
+def with_flash(
+    attend: Callable[..., Tensor], library: Library
+) -> Callable[..., Tensor]:
+    """`simplellm.model.ops.attend` whose prompts go through the library.
+
+    ``attend`` does decodes and what is captured in a graph: the library is told lengths
+    that the host has to ask the GPU for.
+    """
+    plans: WeakKeyDictionary[KVGroup, Plan] = WeakKeyDictionary()
+
+    def attend_prompts(
+        q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, sinks: Tensor | None
+    ) -> Tensor:
+        decodes = group.decodes
+        captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured or group.queries > 1 or decodes == len(group.lengths):
+            return attend(q, keys, values, group, sinks)
+        chunks = group.chunks
+        if (plan := plans.get(chunks)) is None:
+            plan = plans[chunks] = Plan.of(chunks)
+        out = torch.empty_like(q)
+        if decodes:
+            names = ("tables", "offsets", "lengths")
+            first = {name: getattr(group, name)[:decodes] for name in names}
+            first["query_start_loc"] = group.query_start_loc[: decodes + 1]
+            mine = replace(group, **first)
+            out[:decodes] = attend(q[:decodes], keys, values, mine, sinks)
+        attend_sequences(q, keys, values, plan, group.window, sinks, library, out)
+        return out
+
+    return attend_prompts
