@@ -20,6 +20,7 @@ from simplellm.base.config import (
     read_json,
     reraise_as,
 )
+from simplellm.checkpoint.awq_gptq import dequantize_each
 from simplellm.checkpoint.families import FAMILIES, read_config
 from simplellm.checkpoint.folder import check_downloaded, is_gguf, open_config
 from simplellm.checkpoint.formats import (
@@ -31,7 +32,6 @@ from simplellm.checkpoint.formats import (
     loaded,
     same_scales,
 )
-from simplellm.checkpoint.grouped import unpacked
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
 from simplellm.checkpoint.names import (
     Shape,
@@ -142,7 +142,7 @@ class Checkpoint:
         infos = [self._infos[name] for name in self._stored[ours]]
         views = [tensor_view(self._shards[info.file], info) for info in infos]
         form = self._formats.get(ours)
-        return unpacked(form, views) if isinstance(form, GroupedInt4) else views
+        return dequantize_each(form, views) if isinstance(form, GroupedInt4) else views
 
     @property
     def mapped(self) -> bool:

@@ -27,7 +27,7 @@ def unpack_awq(words: Tensor) -> Tensor:
     return unpack(words).unflatten(-1, (-1, WORD))[..., AWQ_PLACES].flatten(-2)
 
 
-def unpacked(form: GroupedInt4, tensors: Sequence[Tensor]) -> list[Tensor]:
+def dequantize_each(form: GroupedInt4, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The numbers of weights whose tensors follow each other."""
     count = len(form.suffixes)
     starts = range(0, len(tensors), count)
