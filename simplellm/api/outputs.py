@@ -16,7 +16,7 @@ from simplellm.text.tokenizer import Tokenizer
 class Times:
     """When things happened to a request, by time.monotonic(), in seconds.
 
-    And what became of its drafts, by their place after the last sure token: nothing
+    And what became of its drafts, by position after the last sure token: nothing
     where the engine checks none.
     """
 

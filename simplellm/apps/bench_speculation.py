@@ -38,8 +38,8 @@ ROWS: Headings = {
 def drafted(before: Stats, after: Stats) -> list[int]:
     """How many steps between the two checked at least 1, 2, ... drafts of a request."""
     counts = [
-        count - before.draft_tokens.get(place, 0)
-        for place, count in after.draft_tokens.items()
+        count - before.draft_tokens.get(position, 0)
+        for position, count in after.draft_tokens.items()
     ]
     return [count for count in counts if count]
 

@@ -109,9 +109,9 @@ def speculative_scheduler(
 def head_proposer(runner: Runner, config: EngineConfig, most: int) -> HeadProposer:
     """What drafts with the head whose folder ``speculative`` is."""
     model, pool = runner.model, runner.pool
-    found = find_head(config, model.config)
-    assert found is not None and config.speculative is not None
-    head = build_head(found, read_head(Path(config.speculative), found), model)
+    form = find_head(config, model.config)
+    assert form is not None and config.speculative is not None
+    head = build_head(form, read_head(Path(config.speculative), form), model)
     aux = AuxHiddenStates(model, head.layers, config.max_num_batched_tokens)
     rows = config.max_num_seqs
     if model.device.type == "cuda":  # for captured steps, with a row for each token
@@ -121,7 +121,11 @@ def head_proposer(runner: Runner, config: EngineConfig, most: int) -> HeadPropos
         from simplellm.model.kernels.fused import attend_in
 
         invariant = config.batch_invariant
-        sizes = found.num_attention_heads, found.num_key_value_heads, found.head_dim
+        sizes = (
+            form.num_attention_heads,
+            form.num_key_value_heads,
+            form.head_dim,
+        )
         ops = replace(
             model.ops, attend=attend_in(rows, *sizes, model.device, invariant)
         )

@@ -108,12 +108,12 @@ class HeadProposer:
         self.positions = numbers(rows)
         self.tables = numbers(rows, width)
         self.width = width  # of it, that the step has
-        self.place = numbers(1, dtype=torch.int64)  # of the next draft in found
+        self.column = numbers(1, dtype=torch.int64)  # of the next draft in results
         self.zeros, self.starts = numbers(rows), torch.arange(rows + 1, device=device)
         self.starts = self.starts.int()
-        self.places = torch.arange(most, device=device).int()
+        self.offsets = torch.arange(most, device=device).int()
         # Of each request: how many drafts were right, and the new ones.
-        self.found = numbers(rows, 1 + most)
+        self.results = numbers(rows, 1 + most)
         size = [rows, 1 + most]
         self.host = [pinned(size, torch.int32, device) for _ in range(2)]
         self.index = 0
@@ -146,12 +146,12 @@ class HeadProposer:
             return
         first, checked, owners, _ = self.columns[:, :count]
         last = min(len(batch.logits_indices), len(sampled)) - 1
-        samples = (first[:, None] + self.places).clamp(max=last)
+        samples = (first[:, None] + self.offsets).clamp(max=last)
         after = (batch.logits_indices[samples] + 1).clamp(max=len(tokens) - 1)
-        right = (sampled[samples] == tokens[after]) & (self.places < checked[:, None])
+        right = (sampled[samples] == tokens[after]) & (self.offsets < checked[:, None])
         accepted = right.int().cumprod(1).sum(1, dtype=torch.int32)
         at = batch.logits_indices[(first + accepted).clamp(max=last)]
-        self.found[:count, 0] = accepted
+        self.results[:count, 0] = accepted
         self.q[:count], self.residual[:count] = q[at], residual[at]
         self.positions[:count] = batch.positions[at]
         self.tables[:count, : group.tables.shape[1]] = group.tables[owners]
@@ -175,12 +175,12 @@ class HeadProposer:
         normed, fed = self.head.outputs(self.ops, x, out)
         tokens = self.head.draft(normed)
         self.fed[:count], self.current[:count] = fed, tokens
-        place = self.place.expand(count, 1)
-        self.found[:count].scatter_(1, place, tokens.int()[:, None])
-        self.place += 1
+        column = self.column.expand(count, 1)
+        self.results[:count].scatter_(1, column, tokens.int()[:, None])
+        self.column += 1
 
     def _first(self, count: int) -> None:
-        self.place.fill_(1)
+        self.column.fill_(1)
         self._draft(count)
 
     def _next(self, count: int) -> None:
@@ -267,7 +267,7 @@ class HeadProposer:
         for _ in range(self.count - 1):
             one_more()
         host, made = self.host[self.index][:count], self.count
-        host.copy_(self.found[:count], non_blocking=True)
+        host.copy_(self.results[:count], non_blocking=True)
 
         def arrived(tokens: Sequence[int]) -> None:
             for asker, row in zip(asked, host.tolist(), strict=True):
@@ -338,7 +338,7 @@ class HeadProposer:
         run = self.drafts[size][1] if size else partial(self._next, 1)
         times = []
         for _ in range(1 + REPEATS):
-            self.place.fill_(1)
+            self.column.fill_(1)
             self.positions.zero_()
             start = time.perf_counter()
             run()

@@ -158,7 +158,7 @@ class Speculator:
         # Of steps without drafts, which may overlap, and of those with some.
         self.overheads = Overhead(), Overhead()
         self.drafts = 0  # times that a step has checked some
-        self.checked: Counter[int] = Counter()  # by their place
+        self.checked: Counter[int] = Counter()  # by position
         self.accepted: Counter[int] = Counter()  # the right ones
 
     @classmethod
@@ -238,7 +238,7 @@ class Speculator:
         stats: dict[str, Any] = {"drafts": self.drafts}
         kinds = {"draft_tokens": self.checked, "accepted_tokens": self.accepted}
         for name, counts in kinds.items():
-            stats[name] = {str(place): n for place, n in sorted(counts.items())}
+            stats[name] = {str(position): n for position, n in sorted(counts.items())}
         return stats
 
     def _shared_rate(self, confidence: int) -> AcceptanceRate:
@@ -429,11 +429,11 @@ class SpeculativeScheduler(Scheduler):
 def add_step_counts(
     counts: Sequence[tuple[int, int]], checked: int, right: int
 ) -> tuple[tuple[int, int], ...]:
-    """``counts`` by place, of drafts checked and right, after one more step."""
+    """``counts`` by position, of drafts checked and right, after one more step."""
     padded = [*counts, *[(0, 0)] * (checked - len(counts))]
     return tuple(
-        (tried + (place < checked), came + (place < right))
-        for place, (tried, came) in enumerate(padded)
+        (tried + (position < checked), came + (position < right))
+        for position, (tried, came) in enumerate(padded)
     )
 
 

@@ -37,7 +37,7 @@ class Stats:
     itl: float | None  # inter-token latency, median
     itl_p99: float | None
     drafts: int = 0  # times that drafts were checked
-    # Checked ones and right ones, by their place after the last sure token: "1", ...
+    # Checked ones and right ones, by position after the last sure token: "1", ...
     draft_tokens: dict[str, int] = field(default_factory=dict)
     accepted_tokens: dict[str, int] = field(default_factory=dict)
 

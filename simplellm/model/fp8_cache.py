@@ -80,7 +80,7 @@ def kv_scales(files: Sequence[Path], layers: int) -> list[tuple[float, float]]:
     """What a checkpoint's files say that keys and values are to be divided by: a pair
     for each layer, 1 where they say nothing. Raises ValueError for what is no scale.
     """
-    found: list[list[float]] = [[1.0, 1.0] for _ in range(layers)]
+    scales: list[list[float]] = [[1.0, 1.0] for _ in range(layers)]
     for file in files:
         if file.suffix != ".safetensors":
             continue
@@ -92,5 +92,5 @@ def kv_scales(files: Sequence[Path], layers: int) -> list[tuple[float, float]]:
                 scale = opened.get_tensor(name).float()
                 ok = scale.numel() == 1 and 0 < scale.max() < torch.inf
                 expect(ok, name, scale.flatten()[:3].tolist(), "one number above 0")
-                found[int(named[1])][named[2] == "v"] = scale.item()
-    return [(k, v) for k, v in found]
+                scales[int(named[1])][named[2] == "v"] = scale.item()
+    return [(k, v) for k, v in scales]

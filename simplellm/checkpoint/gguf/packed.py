@@ -45,9 +45,9 @@ def packed_formats(
         types = {container.tensors[n].type for n in stored if n in container.tensors}
         if len(types) == 1 and shapes[source][0] % ROWS == 0:
             formats[ours] = PACKABLE.get(types.pop())
-    found = {ours: form for ours, form in formats.items() if form is not None}
-    few = sum(math.prod(shapes[ours]) for ours in found) <= MAX_DEQUANTIZED
-    return {ours: replace(form, keep_dequantized=few) for ours, form in found.items()}
+    known = {ours: form for ours, form in formats.items() if form is not None}
+    few = sum(math.prod(shapes[ours]) for ours in known) <= MAX_DEQUANTIZED
+    return {ours: replace(form, keep_dequantized=few) for ours, form in known.items()}
 
 
 def float16_at(blocks: Tensor, start: int) -> Tensor:

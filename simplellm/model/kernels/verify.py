@@ -47,7 +47,7 @@ def find_queries(starts_ptr, offsets_ptr, lengths_ptr, row):
 def divide_keys(
     length, count, splits, least, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The first place that a query sees, a share of keys, and how many have keys."""
+    """The first position that a query sees, a share of keys, and how many have keys."""
     lowest = tl.maximum(length - count + 1 - WINDOW, 0) if WINDOW else 0
     share = tl.maximum(tl.cdiv(length - lowest, splits), least)
     share = tl.cdiv(share, BLOCK) * BLOCK
@@ -55,11 +55,11 @@ def divide_keys(
 
 
 @triton.jit
-def mask_unseen(logits, at, place, stop, WINDOW: tl.constexpr):
-    """-inf for the keys ``at`` positions that a query at its ``place`` does not see."""
-    visible = (at < stop)[None, :] & (at[None, :] <= place)
+def mask_unseen(logits, at, position, stop, WINDOW: tl.constexpr):
+    """-inf for keys, ``at`` positions that a query at ``position`` does not see."""
+    visible = (at < stop)[None, :] & (at[None, :] <= position)
     if WINDOW:
-        visible &= at[None, :] > place - WINDOW
+        visible &= at[None, :] > position - WINDOW
     return tl.where(visible, logits, float("-inf"))
 
 
@@ -124,7 +124,7 @@ def verify_kernel(
 ):
     """For the queries of a row, the G heads of a kv head, and one of the splits:
 
-    as `decode_kernel`, but each query sees the keys up to its own place alone.
+    as `decode_kernel`, but each query sees the keys up to its own position alone.
 
     The rows of all matrices are (query, head) pairs. Tokens after the last row's get
     zeros, each from the row of its number, which has no tokens.
@@ -155,7 +155,7 @@ def verify_kernel(
     token = (begin + query).to(tl.int64)
     inside = (query < count) & (group < G)
     cell = inside[:, None] & (d < D)[None, :]
-    place = (length - count + query)[:, None]
+    position = (length - count + query)[:, None]
     table_ptr = tables_ptr + row * stride_table
     rows = find_rows(table_ptr, start + n, stop, stride_page, K * D, PAGE)
     # The sinks are counted once, in the first split.
@@ -174,7 +174,7 @@ def verify_kernel(
         rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
         k, v = k.to(q.dtype), v.to(q.dtype)  # if they are stored in FP8
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        logits = mask_unseen(logits, at, place, stop, WINDOW)
+        logits = mask_unseen(logits, at, position, stop, WINDOW)
         top, total, acc = softmax_update(logits, v, top, total, acc, scale)
     part = (token * K + head) * splits + split
     # Only heads below G are stored.

@@ -42,11 +42,11 @@ def embed_part_kernel(
     token = tl.load(tokens_ptr + row)
     if token < 0:
         token = tl.load(previous_ptr - 1 - token)
-    place = token - first
+    local = token - first
     columns = tl.arange(0, BLOCK)
     inside = columns < N
-    end = tl.where((place >= 0) & (place < count), N, 0)  # others are zeros here
-    x = tl.load(table_ptr + place.to(tl.int64) * N + columns, columns < end, 0)
+    end = tl.where((local >= 0) & (local < count), N, 0)  # others are zeros here
+    x = tl.load(table_ptr + local.to(tl.int64) * N + columns, columns < end, 0)
     dtype = out_ptr.dtype.element_ty
     total = exchange(
         *(x.to(tl.float32), columns, inside, row, peers_ptr),
@@ -58,7 +58,7 @@ def embed_part_kernel(
 @triton.jit
 def largest_kernel(
     values_ptr,
-    places_ptr,
+    local_ptr,
     peers_ptr,
     ids_ptr,
     width,
@@ -69,12 +69,12 @@ def largest_kernel(
     WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row: the token of the greatest of all ranks' numbers at places."""
+    """One program a row: the token of the greatest number of all ranks."""
     pdl_wait(PDL)
     row = tl.program_id(0)
-    place = tl.load(places_ptr + row).to(tl.int64)
-    value = tl.load(values_ptr + row.to(tl.int64) * width + place)
-    key = ordered(value, place + first)
+    local = tl.load(local_ptr + row).to(tl.int64)
+    value = tl.load(values_ptr + row.to(tl.int64) * width + local)
+    key = ordered(value, local + first)
     key = exchange_largest(key, row, peers_ptr, WORDS, RANK, RANKS, ROWS)
     tl.store(ids_ptr + row, index_of(key))
 
@@ -96,11 +96,11 @@ def peak_kernel(
     """One program a row: the logit of its best token, which one of the ranks has."""
     pdl_wait(PDL)
     row = tl.program_id(0)
-    place = tl.load(best_ptr + row) - first
-    here = (place >= 0) & (place < width)
+    local = tl.load(best_ptr + row) - first
+    here = (local >= 0) & (local < width)
     logits = logits_ptr + row.to(tl.int64) * width
-    value = tl.load(logits + tl.where(here, place, 0))
-    key = tl.where(here, ordered(value, place), LOWEST)
+    value = tl.load(logits + tl.where(here, local, 0))
+    key = tl.where(here, ordered(value, local), LOWEST)
     key = exchange_largest(key, row, peers_ptr, WORDS, RANK, RANKS, ROWS)
     bits = (key >> 32).to(tl.int32)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -141,12 +141,12 @@ class ExchangingShard(VocabularyShard):
         embed_part_launcher(size, self.peers)((rows, 1, 1), *inputs, *part)
         return out
 
-    def _largest(self, values: Tensor, places: Tensor) -> Tensor:
+    def _largest(self, values: Tensor, local: Tensor) -> Tensor:
         rows, width = values.shape
         if rows > self.peers.rows:
-            return super()._largest(values, places)
-        ids = places.new_empty(rows, dtype=torch.int32)
-        inputs = values, places, self.peers.addresses, ids
+            return super()._largest(values, local)
+        ids = local.new_empty(rows, dtype=torch.int32)
+        inputs = values, local, self.peers.addresses, ids
         sizes = width, self.tokens.start
         largest_launcher(self.peers)((rows, 1, 1), *inputs, *sizes)
         return ids

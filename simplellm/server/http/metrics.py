@@ -162,12 +162,12 @@ class ServerMetrics:
         for reason, count in stats.finished.items():
             ended.add_metric((*self.labels, reason), count)
         yield ended
-        about = "Drafts that were right, by their place."
+        about = "Drafts that were right, by position."
         accepted = CounterMetricFamily(
             f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
             about,
             labels=(*LABELS, "position"),
         )
-        for place, count in stats.accepted_tokens.items():
-            accepted.add_metric((*self.labels, str(int(place) - 1)), count)
+        for position, count in stats.accepted_tokens.items():
+            accepted.add_metric((*self.labels, str(int(position) - 1)), count)
         yield accepted
