@@ -1,5 +1,6 @@
 """What every `EngineClient` promises, and that all three engines are one."""
 
+import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -10,6 +11,7 @@ from models import PATIENCE, SMALL
 from stepping import make_engine
 
 from simplellm import EngineError, SamplingParams, load_model
+from simplellm.base.event_queue import EventQueue
 from simplellm.base.request import Event, Request
 from simplellm.engine.client import EngineClient
 from simplellm.server.remote.client import RemoteClient, RemoteEngine, load_remote
@@ -122,3 +124,17 @@ def test_who_runs_is_seen(engine: EngineClient) -> None:
     assert [one["request_id"] for one in snapshot["running"]] == [request.request_id]
     assert (stats.running, stats.waiting) == (1, 0)
     assert 0 < stats.cache_usage < 1 and stats.steps > 0
+
+
+def test_what_is_put_together_comes_one_by_one_and_in_order():
+    events = EventQueue()
+    assert events.empty()
+    events.put(1)
+    events.put_all([2, 3])
+    events.put_all([])
+    events.put(None)
+    assert not events.empty()
+    assert [events.get() for _ in range(3)] == [1, 2, 3]
+    assert events.get_nowait() is None and events.empty()
+    with pytest.raises(queue.Empty):
+        events.get(timeout=0.001)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from simplellm.base.event_queue import EventQueue
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import EngineBase, failure
@@ -50,7 +51,7 @@ class Engine(EngineBase):
         self.lock = threading.RLock()
         # Aborts, and None to wake the thread. Finalizers may put, too, in any thread.
         self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
-        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.events = EventQueue()  # of Event, and None behind the last
         self.thread: threading.Thread | None = None
         # Steps under way, the oldest first.
         self.flights: deque[tuple[Sequence[ScheduledChunk], Flight]] = deque()
@@ -88,18 +89,26 @@ class Engine(EngineBase):
                 chunk.request.request_id for chunk in scheduled if chunk.samples
             ]
             logprobs = dict(zip(sampling, output.logprobs, strict=True))
-            for request, kept in new:
-                self.emit(request, kept, logprobs[request.request_id], now)
+            self.emit(
+                [
+                    self._event(request, kept, logprobs[request.request_id], now)
+                    for request, kept in new
+                ]
+            )
 
-    def emit(
-        self,
+    def emit(self, events: Sequence[Event]) -> None:
+        """Send out what became of requests."""
+        self.events.put_all(events)
+
+    @staticmethod
+    def _event(
         request: Request,
         tokens: Sequence[int] = (),
         logprobs: Sequence[Any] | None = None,
         now: float = 0.0,
         error: EngineError | None = None,
-    ) -> None:
-        """Send out what became of a request."""
+    ) -> Event:
+        """What became of a request."""
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
         # They leave once, and nothing of the prompt is scored again.
@@ -109,7 +118,7 @@ class Engine(EngineBase):
             *(request.num_cached_tokens or 0, scores, request.preemptions),
             *(request.first_scheduled_time, request.draft_counts or None),
         )
-        self.events.put(Event._make(fields))
+        return Event._make(fields)
 
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Start a step. One that fails is tried again, without the request to blame.
@@ -152,7 +161,7 @@ class Engine(EngineBase):
             if request.finish_reason is not None:
                 return
             self.scheduler.finish(request, reason)
-        self.emit(request, error=error)
+        self.emit([self._event(request, error=error)])
 
     # From here on: what other threads call, and the thread that calls step().
 
@@ -235,8 +244,7 @@ class Engine(EngineBase):
             while self._drain_inbox_until_launch():
                 with self.lock:
                     expired = self.scheduler.expire(time.monotonic())
-                for request in expired:
-                    self.emit(request)
+                self.emit([*map(self._event, expired)])
                 if self.scheduler.requests or self.flights:
                     self.step()
         except BaseException as error:
@@ -275,4 +283,5 @@ class Engine(EngineBase):
             self.scheduler.finished["error"] += len(orphans)
         for request in orphans:
             request.finish_reason = "error"
-            self.emit(request, error=failure("the engine died", cause))
+            error = failure("the engine died", cause)
+            self.emit([self._event(request, error=error)])

@@ -21,6 +21,7 @@ from typing import Any
 from simplellm.api.input_processor import InputProcessor
 from simplellm.api.load import load_engine
 from simplellm.base.config import EngineConfig
+from simplellm.base.event_queue import EventQueue
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import Event
 from simplellm.checkpoint.checkpoint import open_weights
@@ -48,7 +49,7 @@ class Core:
     def __init__(self, link: socket.socket) -> None:
         self.link = link
         # Events, answers, and None behind the last event.
-        self.outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.outgoing = EventQueue()
         self.events: dict[int, Event] = {}  # that wait, by their request's id
         self.answers: list[Any] = []  # answers that wait
         self.over = False  # nothing more will come
