@@ -487,3 +487,16 @@ def test_sampling_options_are_for_lines_that_leave_them_open(tmp_path):
     }
     assert counts == {"a": 2, "b": 3}
     assert cli.main(["batch", str(source), str(target), "--top-p", "2"]) == 2
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path):
+    source = write(tmp_path / "in.jsonl", ask("x"))
+    code = (
+        "import sys; sys.modules['orjson'] = None; from simplellm.apps.cli import main;"
+        "sys.exit(main(['batch', *sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-c", code, source, tmp_path / "out.jsonl"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 2
+    assert "orjson is not installed" in result.stderr
+    assert "pip install 'simplellm[serve]'" in " ".join(result.stderr.split())
