@@ -153,15 +153,18 @@ class SharedMemory:
     @classmethod
     def of(cls, group: Group, nbytes: int, place: int) -> "SharedMemory":
         """Made by all ranks at once. Raises RuntimeError where it can't be."""
-        from torch._C._distributed_c10d import _SymmetricMemory as symmetric
+        from torch._C import _distributed_c10d as c10d
 
         # Nothing here needs multicast, and setting it up needs more of the driver.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        device, numbers = group.nccl.device, (group.name, group.rank, group.size)
+        # It finds the others by the store of a process group of this name.
         store = dist.PrefixStore("memory", group.store)
-        symmetric.set_group_info(*numbers, store)
-        shape = (nbytes,), (1,), torch.uint8, device
-        memory = symmetric.empty_strided_p2p(*shape, group.name)
+        named: Any = dist.ProcessGroup(store, group.rank, group.size)
+        named._set_group_name(group.name)
+        name: Any = group.name
+        c10d._register_process_group(name, named)
+        symmetric, device = c10d._SymmetricMemory, group.nccl.device
+        memory = symmetric.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         memory.zero_()
         torch.cuda.synchronize(device)  # before others write
         handle = symmetric.rendezvous(memory, group.name)

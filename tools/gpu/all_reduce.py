@@ -109,7 +109,7 @@ def shared_copy(x: Tensor, group: Group) -> Tensor:
     from torch._C._distributed_c10d import _SymmetricMemory as symmetric
 
     numbers = tuple(x.shape), x.stride(), x.dtype, x.device
-    memory = symmetric.empty_strided_p2p(*numbers, group.name)
+    memory = symmetric.empty_strided_p2p(*numbers)
     symmetric.rendezvous(memory, group.name)
     return memory.copy_(x)
 

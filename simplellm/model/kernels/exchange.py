@@ -77,10 +77,13 @@ def wait_for(flag_ptr, call, stop_ptr):
 
     What was stored before the flag was raised is seen by what follows.
     """
-    waiting = True
+    waiting, tries = True, 0
     while waiting:
-        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-        waiting = (seen != call) & (tl.load(stop_ptr, volatile=True) == 0)
+        waiting = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != call
+        tries += 1
+        if tries % 64 == 0:
+            stop = tl.atomic_add(stop_ptr, 0, sem="relaxed", scope="sys")
+            waiting = waiting & (stop == 0)
     tl.debug_barrier()
 
 
