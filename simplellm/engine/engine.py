@@ -85,13 +85,13 @@ class Engine(EngineBase):
             for request, first, entries in output.prompts:
                 if (so_far := request.prompt_logprobs) is not None:
                     so_far += entries[len(so_far) - first :]  # some may come again
-            sampling = [
-                chunk.request.request_id for chunk in scheduled if chunk.samples
-            ]
-            logprobs = dict(zip(sampling, output.logprobs, strict=True))
+            logprobs = {}
+            if any(scores is not None for scores in output.logprobs):
+                sampling = [c.request.request_id for c in scheduled if c.samples]
+                logprobs = dict(zip(sampling, output.logprobs, strict=True))
             self.emit(
                 [
-                    self._event(request, kept, logprobs[request.request_id], now)
+                    self._event(request, kept, logprobs.get(request.request_id), now)
                     for request, kept in new
                 ]
             )

@@ -53,17 +53,21 @@ def fill_batch(
     rows[decodes:] += batch.groups[0].decodes - decodes
     tables = [held[chunk.request.request_id] for chunk in parts]
     pages, offsets = block_tables.update(tables)
-    count, counts = len(tokens), [chunk.length for chunk in parts]
+    _, starts, counts, _ = zip(*parts, strict=True)
+    count = len(tokens)
     batch.tokens[:count], batch.positions[:count] = tokens, positions
-    batch.lengths[rows] = [chunk.start + chunk.length for chunk in parts]
+    batch.lengths[rows] = np.add(starts, counts)
     batch.query_start_loc[1 + rows] = counts
     np.cumsum(batch.query_start_loc, out=batch.query_start_loc, dtype=np.int32)
     # The last token of each, and those that its drafts follow.
-    ends = np.cumsum([chunk.length for chunk in scheduled])
-    ends = ends[[chunk.samples for chunk in scheduled]]
-    wanted = [1 + len(chunk.request.drafts) for chunk in scheduled if chunk.samples]
-    index = np.arange(sum(wanted)) - np.repeat(np.cumsum(wanted), wanted)
-    batch.logits_indices[: len(index)] = np.repeat(ends, wanted) + index
+    requests, _, lengths, samples = zip(*scheduled, strict=True)
+    ends = np.cumsum(lengths)[[*samples]]
+    index = ends - 1
+    if any(request.drafts for request in requests):
+        wanted = [1 + len(chunk.request.drafts) for chunk in scheduled if chunk.samples]
+        index = np.arange(sum(wanted)) - np.repeat(np.cumsum(wanted), wanted)
+        index += np.repeat(ends, wanted)
+    batch.logits_indices[: len(index)] = index
     owners = np.repeat(rows, counts)
     for number, group in enumerate(batch.groups):
         group.tables[rows] = pages[number, :, : group.tables.shape[1]]

@@ -134,7 +134,7 @@ class Scheduler(RequestQueues):
         busy: set[int] = set()
         budget = self.max_num_batched_tokens
         for decodes in (True, False):
-            index = 0
+            index = 0 if len(busy) < len(self.running) else len(busy)  # all decode
             while index < len(self.running) and budget > 0:
                 request = self.running[index]
                 index += 1

@@ -51,13 +51,16 @@ Score = Callable[[Tensor, Tensor, int], tuple[Tensor, ...]]  # `score`
 
 
 def prompt_targets(
-    scheduled: Iterable[tuple[Request, int, int, bool]], device: torch.device
+    scheduled: Sequence[tuple[Request, int, int, bool]], device: torch.device
 ) -> list[PromptTargets]:
     """What to score of the prompts in a step.
 
     A request whose ``prompt_logprobs`` is None wants none, or has got them.
     """
-    parts, row = [], 0
+    parts: list[PromptTargets] = []
+    if all(chunk[0].prompt_logprobs is None for chunk in scheduled):
+        return parts
+    row = 0
     for request, start, length, _ in scheduled:
         count = request.params.prompt_logprobs
         stop = min(start + length, request.num_prompt - 1)
