@@ -18,6 +18,13 @@ class DraftPosition:
     # draft, or forces what comes after it.
     valid: bool = True
 
+    def __post_init__(self) -> None:
+        # What each step asks of all its rows; `__getattr__` takes longer.
+        request = self.request
+        self.request_id, self.params = request.request_id, request.params
+        self.restricted, self.seed = request.restricted, request.seed
+        self.needs_last_token = request.needs_last_token
+
     @cached_property
     def tokens(self) -> list[int]:
         return [*self.request.tokens, *self.drafts]

@@ -10,7 +10,7 @@ of seed, step and token.
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
@@ -26,6 +26,7 @@ from simplellm.engine.suffix import SuffixDrafter
 LONGEST_DRAFT = 16  # tokens, where the number is chosen
 DECAY = 0.9  # of earlier drafts' weight, at each new guess
 FADE = 0.99  # the same, at each time that drafting did not seem worthwhile
+PATIENCE = 8  # steps after which a plan to draft nothing is thought over
 MOST_INTERVAL = 1.0  # seconds between steps that follow one another
 PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
 PRIOR_WEIGHT = 2.0  # in drafts
@@ -151,6 +152,7 @@ class Speculator:
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
         self.proposer, self.seconds = proposer, 0.0  # of a draft
+        self.plans = 0  # steps that were asked about
         if proposer is not None:
             proposer.deliver = self.receive
         self.draft_states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
@@ -214,6 +216,9 @@ class Speculator:
         the one after it, which has ``room``.
         """
         if self.proposer is None:
+            return 0
+        self.plans += 1
+        if self.proposer.count == 0 and self.plans % PATIENCE:
             return 0
         self.proposer.count = self.most
         if self.costs is not None and requests:
@@ -296,8 +301,8 @@ class Speculator:
         """Seconds of a step of so many ``tokens``, of which some are ``drafts``."""
         assert self.costs is not None
         plain, drafting = self.overheads
-        if drafts and drafting.seen:
-            return self.costs(tokens) + drafting.seconds
+        if drafts and drafting.seen:  # such steps never overlap more than others
+            return self.costs(tokens) + max(drafting.seconds, plain.seconds)
         made = -(-drafts // max(1, tokens - drafts)) * self.seconds
         return self.costs(tokens) + plain.seconds + made
 
@@ -344,6 +349,8 @@ class SpeculativeScheduler(Scheduler):
         super().__post_init__()
         # When the last results came, and of which requests, if they were decodes.
         self._last: tuple[float, Any] = (0.0, None)
+        # The latest steps, and whether drafts are made after them.
+        self._steps: deque[tuple[Any, bool]] = deque(maxlen=3)
 
     def _ready(self, request: Request, busy: set[int]) -> bool:
         """Whether a running request can have a part in the step."""
@@ -369,7 +376,8 @@ class SpeculativeScheduler(Scheduler):
                 chunk.request.drafts = drafts
                 drafting[request_id] = chunk._replace(length=length)
         sampling = [chunk.request for chunk in scheduled if chunk.samples]
-        if ahead := self.speculator.plan(sampling, self.max_drafts):
+        ahead = self.speculator.plan(sampling, self.max_drafts)
+        if ahead:
             for chunk in scheduled:
                 if chunk.samples:
                     self._allocate_ahead(
@@ -377,7 +385,9 @@ class SpeculativeScheduler(Scheduler):
                     )
         plain = [c for c in scheduled if c.request.request_id not in drafting]
         first = next((i for i, c in enumerate(plain) if c.length > 1), len(plain))
-        return [*plain[:first], *drafting.values(), *plain[first:]]
+        chosen = [*plain[:first], *drafting.values(), *plain[first:]]
+        self._steps.append((chosen, ahead > 0))
+        return chosen
 
     def _allocate_ahead(self, chunk: ScheduledChunk, count: int) -> None:
         """Room for drafts that are made after the step, if there is any."""
@@ -395,10 +405,13 @@ class SpeculativeScheduler(Scheduler):
         now, drafts = time.monotonic(), sum(len(c.request.drafts) for c in scheduled)
         tokens = sum(chunk.length for chunk in scheduled)
         decodes = all(c.length == 1 + len(c.request.drafts) for c in scheduled)
-        kind = {chunk.request.request_id for chunk in scheduled}, drafts > 0
+        made = next((made for own, made in self._steps if own is scheduled), None)
+        kind = {chunk.request.request_id for chunk in scheduled}, drafts > 0, made
         then, before = self._last
         self._last = now, kind if decodes else None
-        if decodes and before == kind and now - then < MOST_INTERVAL:
+        # One that has either drafts before it or others after it is of neither kind.
+        pure = self.speculator.proposer is None or made == (drafts > 0)
+        if decodes and pure and before == kind and now - then < MOST_INTERVAL:
             self.speculator.learn_interval(tokens, drafts, now - then)
 
     def update_from_output(

@@ -31,6 +31,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from records import header, parser, save
+from speeds import MODELS, write_config
 from train_head import head_files
 
 from simplellm import EngineConfig, SamplingParams
@@ -137,13 +138,16 @@ class Run:
             cache_bytes=args.cache_bytes,
             enable_prefix_caching=False,
         ).resolved(device.type)
-        weights = args.model, dtype, device, args.model is not None, None, False
+        model = args.model
+        if model in MODELS:
+            model = write_config(model, folder).parent
+        weights = model, dtype, device, model is not None, None, False
         began = time.monotonic()
         source = open_weights(*weights)
-        write_head(folder, source.config)
+        write_head(folder / "head", source.config)
         self.plain, _, _ = load_engine(source, config, dtype, device)
         print(f"without drafts: ready after {time.monotonic() - began:.0f} s")
-        config = replace(config, speculative=args.speculative or str(folder))
+        config = replace(config, speculative=args.speculative or str(folder / "head"))
         source = open_weights(*weights)
         self.drafting, _, _ = load_engine(source, config, dtype, device)
         print(f"with drafts: ready after {time.monotonic() - began:.0f} s", flush=True)
