@@ -24,6 +24,7 @@ import clients
 import compare
 import gpu_accuracy as accuracy
 import host
+import parallel
 import real
 import sanitize
 import speeds
@@ -214,6 +215,23 @@ def test_a_real_model_is_measured(tmp_path, monkeypatch, capsys):
     assert all(row["mean_kl"] < 1e-3 for row in formats)
     assert found["equal_to_alone"] == 32 and found["widest_gap"] < 1e-3
     assert "32 of 32" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_several_ranks_are_measured_beside_one(monkeypatch):
+    sizes = {"vocab_size": 1000, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 1, "head_dim": 16}
+    small = speeds.MODELS["Llama-3.1-8B"][1] | sizes
+    monkeypatch.setitem(speeds.MODELS, "small", ("small", small))
+    monkeypatch.setattr(parallel, "DEVICE", "cpu")
+    monkeypatch.setattr(parallel, "LENGTH", 6)
+    monkeypatch.setattr(parallel, "CACHE", 10**7)
+    monkeypatch.setattr(parallel, "PREFILL", (2, 220))
+    row = parallel.measured("small", 2, [1])
+    (decode,) = row["decode"]
+    assert row["error"] < 1e-4 and decode["batch"] == 1
+    assert min(map(min, decode["step_ms"])) > 0 and decode["times"] > 0
+    assert min(row["prefill"]["tokens_per_second"]) > 0
 
 
 @pytest.mark.exhaustive

@@ -28,6 +28,8 @@ from speeds import MODELS, write_config
 
 from simplellm import LLM, EngineConfig
 
+DEVICE = "cuda:0"  # and those behind it
+CACHE = 10**10  # bytes
 LENGTH = 128  # tokens of prompts and answers
 PREFILL = 32, 2048
 DRAWN = {"temperature": 1.0, "top_p": 0.9}
@@ -42,12 +44,12 @@ def opened(model: str, ranks: int) -> LLM:
         max_num_seqs=64,
         max_num_batched_tokens=8192,
         max_model_len=PREFILL[1] + LENGTH,
-        cache_bytes=10**10,
+        cache_bytes=CACHE,
         enable_prefix_caching=False,
         tensor_parallel_size=ranks,
     )
     begin = time.perf_counter()
-    llm = LLM(place, config, device="cuda:0", random_weights=True)
+    llm = LLM(place, config, device=DEVICE, random_weights=True)
     print(f"{model}, {ranks}: {time.perf_counter() - begin:.1f} s", flush=True)
     return llm
 
