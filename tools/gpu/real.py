@@ -30,6 +30,7 @@ from simplellm.apps.quantize import TARGETS, quantize_checkpoint
 TOKENS, GREEDY, AT_ONCE = 1000, 48, 32
 # A token may be second best where the two likeliest are so near, in nats.
 NEAR_TIE = 0.25
+CACHE = {"cache_bytes": 2**28}  # many engines come one after the other
 Found = dict[str, Any]
 
 
@@ -82,17 +83,21 @@ def equal_to_alone(folder: Path, device: str) -> int:
     prompts = [f"{prompt} {n}" for n in range(4) for prompt in PROMPTS[:8]]
     options: Found = {"max_tokens": GREEDY, "temperature": 0, "ignore_eos": True}
     gpu = device == "cuda"
-    with LLM(folder, device=device, batch_invariant=gpu) as llm:
+    with LLM(folder, device=device, batch_invariant=gpu, **CACHE) as llm:
         together = llm.generate(prompts, **options).result()
         alone = [llm.generate(prompt, **options).result()[0] for prompt in prompts]
     pairs = zip(together, alone, strict=True)
     return sum(one.token_ids == other.token_ids for one, other in pairs)
 
 
-def of_formats(folder: Path, ids: list[int], device: str) -> Iterator[Found]:
+def of_formats(
+    folder: Path, ids: list[int], unrounded: Tensor, device: str
+) -> Iterator[Found]:
     """What each format that `simplellm quantize` writes makes of the model.
 
-    Its logits are compared with those of the same rounded weights in float32.
+    Its logits are compared with those of the same rounded weights in float32, and
+    these with the ``unrounded`` ones: where the inputs of products are rounded, too,
+    each way to compute rounds others.
     """
     with TemporaryDirectory() as place:
         for form in TARGETS:
@@ -102,28 +107,32 @@ def of_formats(folder: Path, ids: list[int], device: str) -> Iterator[Found]:
             except ValueError as error:  # sizes that a format isn't for
                 print(f"{form:10} {str(error)[-60:]}")
                 continue
-            exact = load_model(target, torch.float32, device).logits(ids)
-            with LLM(target, device=device) as llm:
-                yield {"format": form, **compare(llm.model.logits(ids), exact, ids)}
+            exact = load_model(target, torch.float32, device).logits(ids).cpu()
+            cost = compare(exact, unrounded, ids)["mean_kl"]
+            with LLM(target, device=device, **CACHE) as llm:
+                found = compare(llm.model.logits(ids), exact, ids)
+            yield {"format": form, **found, "kl_of_rounding": cost}
 
 
 def report(row: Found) -> None:
     """One line of the table."""
     print(
         f"{row['format']:24}{row['mean_kl']:12.1e}{row['worst_kl']:12.1e}"
-        f"{row['same_argmax']:12.1%}{row['perplexity']:12.2f}",
+        f"{row['same_argmax']:12.1%}{row['perplexity']:12.2f}"
+        f"{row.get('kl_of_rounding', 0):12.1e}",
         flush=True,
     )
 
 
 def measure(folder: Path, device: str) -> Found:
     """All that is found of one model, printed as it comes."""
-    print(f"{'':24}{'mean KL':>12}{'worst KL':>12}{'same best':>12}{'perplexity':>12}")
+    titles = "mean KL", "worst KL", "same best", "perplexity", "of rounding"
+    print(f"{'':24}", *(f"{title:>12}" for title in titles), sep="")
     rows: list[Found] = []
-    with LLM(folder, device=device) as llm:
+    with LLM(folder, device=device, **CACHE) as llm:
         ids = text_ids(llm, TOKENS)
         wide = opened(folder, torch.float32, device)
-        exact = theirs(wide, ids)
+        exact = theirs(wide, ids).cpu()
         half = opened(folder, torch.bfloat16, device)
         for name, logits in (
             ("this engine", llm.model.logits(ids)),
@@ -139,10 +148,11 @@ def measure(folder: Path, device: str) -> Found:
     same = equal_to_alone(folder, device)
     print(f"{same} of {AT_ONCE} texts written at once are those that each is alone")
     assert same == AT_ONCE, "a text depends on what is computed beside it"
-    for row in of_formats(folder, ids, device):
+    for row in of_formats(folder, ids, exact, device):
         rows.append(row)
         report(row)
-    about = {"perplexity_float32": perplexity(exact.cpu(), ids), "tokens": len(ids)}
+        assert row["mean_kl"] < 2 * (reference + row["kl_of_rounding"])
+    about = {"perplexity_float32": perplexity(exact, ids), "tokens": len(ids)}
     return {**about, **texts, "equal_to_alone": same, "rows": rows}
 
 
