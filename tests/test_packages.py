@@ -15,7 +15,7 @@ from simplellm.apps import cli, install
 from simplellm.apps.screen import greeting
 from simplellm.apps.serving import served_name
 from simplellm.checkpoint.folder import check_downloaded, open_config
-from simplellm.checkpoint.packages import PACKAGED, find_packaged
+from simplellm.checkpoint.packages import PACKAGED, find_packaged, sampling_of
 
 
 @pytest.fixture
@@ -50,6 +50,12 @@ def test_a_file_is_found_without_importing_its_package(site: Path) -> None:
     (site / PACKAGED["smollm2"].file).unlink()  # as of a package that has changed
     with pytest.raises(CheckpointError, match="is not installed"):
         find_packaged("smollm2")
+
+
+def test_its_model_card_says_how_to_sample(site: Path) -> None:
+    file = site / PACKAGED["smollm2"].file
+    assert sampling_of(file) == {"temperature": 0.2, "top_p": 0.9}
+    assert sampling_of(site / "another.gguf") == {}
 
 
 def test_other_names_are_no_packages() -> None:

@@ -192,6 +192,16 @@ def test_a_turn_ends_where_the_model_ends_it(smollm2: LLM) -> None:
     assert "<|im_end|>" not in turn.content and turn.content
 
 
+def test_its_model_card_says_how_to_sample(smollm2: LLM) -> None:
+    """Drawn from all tokens at temperature 1, so small a model writes nonsense."""
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    options: dict[str, Any] = {"seed": 3, "max_tokens": 12}
+    usual = smollm2.chat(chat, **options)
+    same = smollm2.chat(chat, temperature=0.2, top_p=0.9, **options)
+    other = smollm2.chat(chat, temperature=1, top_p=1, **options)
+    assert usual.token_ids == same.token_ids != other.token_ids
+
+
 def test_a_shared_beginning_is_computed_once_and_changes_nothing(smollm2: LLM) -> None:
     begin = "A list of short facts about animals. " * 12
     ends = ["Cats", "Whales"]

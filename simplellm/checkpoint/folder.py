@@ -21,7 +21,7 @@ from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.gguf.container import open_container
 from simplellm.checkpoint.gguf.metadata import read_gguf_config
 from simplellm.checkpoint.gguf.tokens import GGUFFiles
-from simplellm.checkpoint.packages import find_packaged
+from simplellm.checkpoint.packages import find_packaged, sampling_of
 from simplellm.text.tokenizer import Tokenizer
 
 EMBEDDED = Path(str(package_files("simplellm"))) / "embedded"
@@ -60,7 +60,9 @@ def is_gguf(path: Path) -> bool:
 
 def small_files(path: Path) -> SmallFiles:
     """The `SmallFiles` of a checkpoint, folder or GGUF. Raises CheckpointError."""
-    return GGUFFiles(open_container(path)) if is_gguf(path) else Folder(path)
+    if is_gguf(path):
+        return GGUFFiles(open_container(path), sampling_of(path))
+    return Folder(path)
 
 
 def open_config(model: str | Path | None, random_weights: bool) -> ModelConfig:

@@ -1,5 +1,6 @@
 """Models that come as a package of PyPI: found where it's installed, never imported."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -17,6 +18,7 @@ class PackagedModel:
     title: str
     license: str
     megabytes: int  # to download
+    sampling: Mapping[str, float]  # of its model card, which the file doesn't repeat
 
     @property
     def requirement(self) -> str:
@@ -40,6 +42,7 @@ PACKAGED = {
         title="SmolLM2-135M-Instruct by Hugging Face",
         license="Apache-2.0",
         megabytes=93,
+        sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
 
@@ -47,6 +50,12 @@ PACKAGED = {
 def packaged(model: str | Path) -> PackagedModel | None:
     """The package of a model by its name; a file or folder of that name goes first."""
     return None if Path(model).exists() else PACKAGED.get(str(model))
+
+
+def sampling_of(file: Path) -> Mapping[str, float]:
+    """How to sample from a model's ``file``, if a package has it; else nothing."""
+    found = (one.sampling for one in PACKAGED.values() if one.find() == file)
+    return next(found, {})
 
 
 def find_packaged(model: str | Path) -> Path | None:

@@ -30,7 +30,7 @@ from simplellm.apps.quantize import TARGETS, quantize_checkpoint
 TOKENS, GREEDY, AT_ONCE = 1000, 48, 32
 # A token may be second best where the two likeliest are so near, in nats.
 NEAR_TIE = 0.25
-CACHE = {"cache_bytes": 2**28}  # many engines come one after the other
+CACHE: dict[str, Any] = {"cache_bytes": 2**28}  # many engines come one after the other
 Found = dict[str, Any]
 
 

@@ -282,10 +282,13 @@ def generation_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GGUFFiles:
-    """The `SmallFiles` that a GGUF file stands for."""
+    """The `SmallFiles` that a GGUF file stands for.
 
-    def __init__(self, container: Container) -> None:
-        self.container = container
+    ``sampling``: what is recommended where the file recommends nothing.
+    """
+
+    def __init__(self, container: Container, sampling: Mapping[str, float]) -> None:
+        self.container, self.sampling = container, sampling
 
     def path_of(self, name: str) -> Path:
         return self.container.path
@@ -297,7 +300,10 @@ class GGUFFiles:
             "tokenizer_config.json": settings_data,
             "generation_config.json": generation_data,
         }
-        return makers[name](self.container.metadata)
+        data = makers[name](self.container.metadata)
+        if name == "generation_config.json":
+            return {**self.sampling, **(data or {})}
+        return data
 
     def text(self, name: str) -> str | None:
         """None: the chat template is in what tokenizer_config.json would say."""
