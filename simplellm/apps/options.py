@@ -78,7 +78,7 @@ ParallelSize = Annotated[
     int,
     typer.Option(
         "--tensor-parallel-size",
-        help="Processes that share each weight and compute each step together.",
+        help="Processes, each with a GPU of its own, that share each weight.",
     ),
 ]
 CacheBytes = Annotated[
