@@ -154,7 +154,8 @@ class BaseReply:
 
         ``match`` is the stop string that it completed, if any.
         """
-        self.token_ids += event.tokens[:count]
+        tokens = event.tokens
+        self.token_ids += tokens if count == len(tokens) else tokens[:count]
         if self.logprobs is not None:
             self.logprobs += (scores or ())[:count]
         self.cached_tokens, self.preemptions = event.cached_tokens, event.preemptions
@@ -163,16 +164,17 @@ class BaseReply:
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = self.with_text(event.prompt_logprobs)
         now = event.time or time.monotonic()
-        if event.tokens and self.first is None:
+        if tokens and self.first is None:
             self.first = now
+        if event.finish_reason is None and match is None:
+            return
         self.finish_reason = event.finish_reason if match is None else "stop"
         if match is not None:
             self.stop_reason = match
-        elif event.finish_reason == "stop" and event.tokens:
-            last, ends = event.tokens[-1], self.params.stop_token_ids
+        elif event.finish_reason == "stop" and tokens:
+            last, ends = tokens[-1], self.params.stop_token_ids
             self.stop_reason = last if last in ends else None
-        if self.finish_reason is not None:
-            self.finished = now
+        self.finished = now
 
     def with_text(self, entries: Sequence[Any]) -> list[Any]:
         """Log-probabilities, some of them None, with what their tokens are as text.

@@ -206,7 +206,8 @@ class PageManager(PagePool):
         written = table.groups if filled and length > table.num_computed_tokens else []
         split = [pages for pages in written if self.references[pages[open_page]] > 1]
         missing = max(0, count - len(table.groups[0])) * len(self.windows)
-        if missing + len(split) > self.free_pages:
+        needed = missing + len(split)
+        if needed and needed > self.free_pages:
             return False
         for pages in written:
             if self.references[pages[open_page]] > 1:
@@ -216,7 +217,7 @@ class PageManager(PagePool):
                 pages[open_page] = copy
             else:  # it has a name if it was full before a `truncate`
                 self._forget_hash(pages[open_page])
-        for pages in table.groups:
+        for pages in table.groups if missing else ():
             while len(pages) < count:
                 pages.append(self._take())
         return True
