@@ -77,7 +77,8 @@ def wait_for(flag_ptr, call, stop_ptr):
 
     What was stored before the flag was raised is seen by what follows.
     """
-    waiting, tries = True, 0
+    waiting = True
+    tries = 0
     while waiting:
         waiting = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != call
         tries += 1
