@@ -24,17 +24,20 @@ class BlockTables:
     def forget(self) -> None:
         """Pages may have been exchanged for others: write all rows the next time."""
         self._held: Sequence[PageTable] = ()  # so that no other gets one's id
-        self._keys: list[tuple[int, int, int]] = []
+        self._keys: list[tuple[int, int, int, int]] = []
 
     def update(self, tables: Sequence[PageTable]) -> tuple[ndarray, ndarray]:
         """Those of ``tables``, a row each: pages [groups, rows, width], and offsets.
 
         An offset is the position at which a row's first page begins, [groups, rows].
         """
-        keys = [(id(table), len(table.groups[0]), table.first[-1]) for table in tables]
+        keys = [
+            (id(table), len(table.groups[0]), table.first[-1], table.shortened)
+            for table in tables
+        ]
         before, count = self._keys, len(tables)
         if keys != before:
-            before = before + [(0, 0, 0)] * (count - len(before))
+            before = before + [(0, 0, 0, 0)] * (count - len(before))
             pairs = enumerate(zip(keys, before, strict=False))
             for row in [row for row, (key, old) in pairs if key != old]:
                 self._write(row, tables[row])

@@ -25,6 +25,7 @@ class PageTable:
     num_computed_tokens: int  # tokens whose keys and values are in the pages
     page_hashes: list[bytes]  # of the full pages, as far as their tokens are known
     prompt_pages: int  # full pages of the tokens that it began with
+    shortened: int = 0  # times that pages were taken back for what was not computed
 
 
 class PagePool:

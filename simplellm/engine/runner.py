@@ -214,7 +214,7 @@ class Runner:
         self.pool.copy(copies)
         if self.proposer is not None:
             self.proposer.copy(copies)
-        if copies or self.speculative:  # where pages were taken back, and others came
+        if copies:
             self.tables.forget()
         rows = len(scheduled)
         decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), rows)
