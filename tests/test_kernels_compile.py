@@ -55,7 +55,9 @@ EARLY = {
     "verify_join_kernel": "query_start_loc_ptr lengths_ptr offsets_ptr",
     "rope_kernel": "bias_ptr q_norm_ptr k_norm_ptr positions_ptr cos_ptr sin_ptr "
     "slots_ptr",
-    "add_norm_kernel": "update_weight_ptr weight_ptr bias_ptr",
+    "add_norm_kernel": "update_weight_ptr weight_ptr bias_ptr peers_ptr",
+    "largest_kernel": "peers_ptr",
+    "peak_kernel": "peers_ptr",
     "gemv_kernel": "weight_ptr",
 }
 GPT_OSS = (8, 8, 64)  # kv heads, heads a group, head_dim

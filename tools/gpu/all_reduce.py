@@ -25,7 +25,7 @@ from records import header, parser, save
 from torch import Tensor
 
 from simplellm.engine.graphs import record
-from simplellm.model.kernels.exchange import Peers, exchange
+from simplellm.model.kernels.exchange import Peers, exchange, load_addresses
 from simplellm.model.kernels.norm import add_norm
 from simplellm.model.kernels.reduce import share
 from simplellm.model.parallel import Group
@@ -60,8 +60,9 @@ def one_shot_kernel(
     inside = columns < N
     x = tl.load(x_ptr + row * N + columns, inside, 0)
     dtype = x_ptr.dtype.element_ty
+    addresses = load_addresses(peers_ptr, RANKS)
     total = exchange(
-        *(x.to(tl.float32), columns, inside, row, peers_ptr),
+        *(x.to(tl.float32), columns, inside, row, addresses),
         *(WORDS, RANK, RANKS, ROWS, dtype),
     )
     tl.store(out_ptr + row * N + columns, total.to(dtype), inside)

@@ -11,7 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.kernels.argmax_keys import LOWEST, index_of, largest_key, ordered
-from simplellm.model.kernels.exchange import ALONE, Peers, exchange_largest
+from simplellm.model.kernels.exchange import (
+    ALONE,
+    Peers,
+    exchange_largest,
+    load_addresses,
+)
 from simplellm.model.kernels.filters import COLUMNS, Part, bounds, depth_of, peak_of
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
 from simplellm.sampling.filters import Filters
@@ -121,7 +126,8 @@ def drawn_kernel(
     row = tl.program_id(0)
     key = largest_key(keys_ptr + row * count, count, BLOCK)
     if peers_ptr is not None:
-        key = exchange_largest(key, row, peers_ptr, WORDS, RANK, RANKS, ROWS)
+        addresses = load_addresses(peers_ptr, RANKS)
+        key = exchange_largest(key, row, addresses, WORDS, RANK, RANKS, ROWS)
     sampled = index_of(key)
     greedy = tl.load(temperature_ptr + row) <= 0
     tl.store(ids_ptr + row, tl.where(greedy, tl.load(best_ptr + row), sampled))

@@ -57,18 +57,26 @@ ALONE: dict[str, Any] = {"RANK": 0, "RANKS": 1, "ROWS": 0, "WORDS": 0}
 
 
 @triton.jit
-def words_of(peers_ptr, rank):
-    """A rank's memory as words."""
-    return tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32))
+def load_addresses(peers_ptr, RANKS: tl.constexpr):
+    """The addresses of all ranks' memory, a tuple; nobody ever changes them."""
+    out: tl.tuple = ()
+    for rank in tl.static_range(RANKS):
+        out += (tl.load(peers_ptr + rank),)
+    return out
 
 
 @triton.jit
-def slots_of(
-    peers_ptr, rank, RANKS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr
-):
-    """A rank's slots, of numbers of DTYPE."""
+def words_of(address):
+    """A rank's memory as words."""
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def slots_of(address, RANKS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr):
+    """A rank's slots, of numbers of DTYPE. They begin at a multiple of 16 bytes."""
     WORDS: tl.constexpr = (2 * RANKS + 1) * ROWS + 4
-    return (tl.load(peers_ptr + rank) + 4 * WORDS).to(tl.pointer_type(DTYPE))
+    # Said so, a thread moves 16 bytes at once.
+    return tl.multiple_of((address + 4 * WORDS).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
@@ -90,28 +98,28 @@ def wait_for(flag_ptr, call, stop_ptr):
 
 @triton.jit
 def begin_call(
-    peers_ptr, row, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr
+    addresses, row, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr
 ):
     """A row's next call: its number, and the first rank's slot for this turn."""
-    call = tl.load(words_of(peers_ptr, RANK) + 2 * RANKS * ROWS + row) + 1
+    call = tl.load(words_of(addresses[RANK]) + 2 * RANKS * ROWS + row) + 1
     return call, (call & 1) * (RANKS * ROWS) + row
 
 
 @triton.jit
 def raise_flags(
-    peers_ptr, first, call, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr
+    addresses, first, call, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr
 ):
     """Tell all others that what this program has written to their slots is there."""
     tl.debug_barrier()
     for other in tl.static_range(RANKS):
         if other != RANK:
-            flag_ptr = words_of(peers_ptr, other) + first + RANK * ROWS
+            flag_ptr = words_of(addresses[other]) + first + RANK * ROWS
             tl.atomic_xchg(flag_ptr, call, sem="release", scope="sys")
 
 
 @triton.jit
 def wait_for_rank(
-    peers_ptr,
+    addresses,
     first,
     call,
     other,
@@ -120,7 +128,7 @@ def wait_for_rank(
     ROWS: tl.constexpr,
 ):
     """Wait until what another rank writes to its slot is there; the slot."""
-    words = words_of(peers_ptr, RANK)
+    words = words_of(addresses[RANK])
     slot = first + other * ROWS
     wait_for(words + slot, call, words + (2 * RANKS + 1) * ROWS)
     return slot.to(tl.int64)
@@ -128,10 +136,10 @@ def wait_for_rank(
 
 @triton.jit
 def end_call(
-    peers_ptr, row, call, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr
+    addresses, row, call, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr
 ):
     """Count a row's call."""
-    tl.store(words_of(peers_ptr, RANK) + 2 * RANKS * ROWS + row, call)
+    tl.store(words_of(addresses[RANK]) + 2 * RANKS * ROWS + row, call)
 
 
 @triton.jit
@@ -140,7 +148,7 @@ def exchange(
     columns,
     inside,
     row,
-    peers_ptr,
+    addresses,
     WORDS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -153,24 +161,24 @@ def exchange(
     """
     SIZE: tl.constexpr = WORDS * 32 // DTYPE.primitive_bitwidth  # of a slot
     x = x.to(DTYPE)
-    call, first = begin_call(peers_ptr, row, RANK, RANKS, ROWS)
+    call, first = begin_call(addresses, row, RANK, RANKS, ROWS)
     mine = (first + RANK * ROWS).to(tl.int64) * SIZE + columns
     for other in tl.static_range(RANKS):
         if other != RANK:
-            slots = slots_of(peers_ptr, other, RANKS, ROWS, DTYPE)
+            slots = slots_of(addresses[other], RANKS, ROWS, DTYPE)
             tl.store(slots + mine, x, inside)
-    raise_flags(peers_ptr, first, call, RANK, RANKS, ROWS)
-    own = slots_of(peers_ptr, RANK, RANKS, ROWS, DTYPE)
+    raise_flags(addresses, first, call, RANK, RANKS, ROWS)
+    own = slots_of(addresses[RANK], RANKS, ROWS, DTYPE)
     total = tl.zeros(x.shape, tl.float32)
     for other in tl.static_range(RANKS):
         if other == RANK:
             total += x.to(tl.float32)
         else:
-            slot = wait_for_rank(peers_ptr, first, call, other, RANK, RANKS, ROWS)
+            slot = wait_for_rank(addresses, first, call, other, RANK, RANKS, ROWS)
             theirs = own + slot * SIZE + columns
             # Not from a cache of this processor's, which nobody else's stores reach.
             total += tl.load(theirs, inside, 0, cache_modifier=".cg").to(tl.float32)
-    end_call(peers_ptr, row, call, RANK, RANKS, ROWS)
+    end_call(addresses, row, call, RANK, RANKS, ROWS)
     return total
 
 
@@ -178,25 +186,25 @@ def exchange(
 def exchange_largest(
     key,
     row,
-    peers_ptr,
+    addresses,
     WORDS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """The largest of all ranks' int64 keys; slots are of so many words."""
-    call, first = begin_call(peers_ptr, row, RANK, RANKS, ROWS)
+    call, first = begin_call(addresses, row, RANK, RANKS, ROWS)
     mine = (first + RANK * ROWS).to(tl.int64) * (WORDS // 2)
     for other in tl.static_range(RANKS):
         if other != RANK:
-            slots = slots_of(peers_ptr, other, RANKS, ROWS, tl.int64)
+            slots = slots_of(addresses[other], RANKS, ROWS, tl.int64)
             tl.store(slots + mine, key)
-    raise_flags(peers_ptr, first, call, RANK, RANKS, ROWS)
-    own = slots_of(peers_ptr, RANK, RANKS, ROWS, tl.int64)
+    raise_flags(addresses, first, call, RANK, RANKS, ROWS)
+    own = slots_of(addresses[RANK], RANKS, ROWS, tl.int64)
     for other in tl.static_range(RANKS):
         if other != RANK:
-            slot = wait_for_rank(peers_ptr, first, call, other, RANK, RANKS, ROWS)
+            slot = wait_for_rank(addresses, first, call, other, RANK, RANKS, ROWS)
             theirs = own + slot * (WORDS // 2)
             key = tl.maximum(key, tl.load(theirs, cache_modifier=".cg"))
-    end_call(peers_ptr, row, call, RANK, RANKS, ROWS)
+    end_call(addresses, row, call, RANK, RANKS, ROWS)
     return key

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.model.kernels.exchange import ALONE, Peers, exchange
+from simplellm.model.kernels.exchange import ALONE, Peers, exchange, load_addresses
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
 from simplellm.model.kernels.rounding import (
     RoundedNorm,
@@ -84,6 +84,8 @@ def add_norm_kernel(
     update_weight = norm_row(update_weight_ptr, N, BLOCK)
     weight = norm_row(weight_ptr, N, BLOCK)
     bias = norm_row(bias_ptr, N, BLOCK)
+    if peers_ptr is not None:
+        addresses = load_addresses(peers_ptr, RANKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = norm_row(residual_ptr + row * N, N, BLOCK)
@@ -96,7 +98,7 @@ def add_norm_kernel(
             total = sum_parts(0.0, update, inside, N, PARTS, tl.float32)
             if peers_ptr is not None:
                 total = exchange(
-                    *(total, columns, inside, row.to(tl.int32), peers_ptr),
+                    *(total, columns, inside, row.to(tl.int32), addresses),
                     *(WORDS, RANK, RANKS, ROWS, dtype),
                 )
             if update_weight_ptr is not None:

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from simplellm.model.kernels.argmax_keys import LOWEST, index_of, ordered
 from simplellm.model.kernels.draw import draw
-from simplellm.model.kernels.exchange import Peers, exchange, exchange_largest
+from simplellm.model.kernels.exchange import (
+    Peers,
+    exchange,
+    exchange_largest,
+    load_addresses,
+)
 from simplellm.model.kernels.filters import Part
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.parallel import VocabularyShard
@@ -45,11 +50,12 @@ def embed_part_kernel(
     local = token - first
     columns = tl.arange(0, BLOCK)
     inside = columns < N
+    addresses = load_addresses(peers_ptr, RANKS)
     end = tl.where((local >= 0) & (local < count), N, 0)  # others are zeros here
     x = tl.load(table_ptr + local.to(tl.int64) * N + columns, columns < end, 0)
     dtype = out_ptr.dtype.element_ty
     total = exchange(
-        *(x.to(tl.float32), columns, inside, row, peers_ptr),
+        *(x.to(tl.float32), columns, inside, row, addresses),
         *(WORDS, RANK, RANKS, ROWS, dtype),
     )
     tl.store(out_ptr + row * N + columns, total.to(dtype), inside)
@@ -70,12 +76,13 @@ def largest_kernel(
     PDL: tl.constexpr,
 ):
     """One program a row: the token of the greatest number of all ranks."""
+    addresses = load_addresses(peers_ptr, RANKS)
     pdl_wait(PDL)
     row = tl.program_id(0)
     local = tl.load(local_ptr + row).to(tl.int64)
     value = tl.load(values_ptr + row.to(tl.int64) * width + local)
     key = ordered(value, local + first)
-    key = exchange_largest(key, row, peers_ptr, WORDS, RANK, RANKS, ROWS)
+    key = exchange_largest(key, row, addresses, WORDS, RANK, RANKS, ROWS)
     tl.store(ids_ptr + row, index_of(key))
 
 
@@ -94,6 +101,7 @@ def peak_kernel(
     PDL: tl.constexpr,
 ):
     """One program a row: the logit of its best token, which one of the ranks has."""
+    addresses = load_addresses(peers_ptr, RANKS)
     pdl_wait(PDL)
     row = tl.program_id(0)
     local = tl.load(best_ptr + row) - first
@@ -101,7 +109,7 @@ def peak_kernel(
     logits = logits_ptr + row.to(tl.int64) * width
     value = tl.load(logits + tl.where(here, local, 0))
     key = tl.where(here, ordered(value, local), LOWEST)
-    key = exchange_largest(key, row, peers_ptr, WORDS, RANK, RANKS, ROWS)
+    key = exchange_largest(key, row, addresses, WORDS, RANK, RANKS, ROWS)
     bits = (key >> 32).to(tl.int32)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     tl.store(peaks_ptr + row, bits.to(tl.float32, bitcast=True))
