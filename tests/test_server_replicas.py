@@ -18,8 +18,9 @@ from simplellm import LLM, EngineConfig, EngineError, QueueFullError
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import Event, Request
 from simplellm.engine.stats import Stats
-from simplellm.server.remote import replicas
+from simplellm.server.remote import prefixes, replicas
 from simplellm.server.remote.client import load_remote
+from simplellm.server.remote.prefixes import digests_of
 from simplellm.server.remote.replicas import (
     PendingRequest,
     Replicas,
@@ -117,7 +118,8 @@ def choice(engine: Replicas, tokens: list[int], *tried: ReplicaSlot) -> int:
 
 
 def note(slot: ReplicaSlot, tokens: list[int]) -> None:
-    slot.remember(replicas.digests_of(tokens))
+    slot.num_submitted += 1
+    slot.prefixes.remember(digests_of(tokens))
 
 
 def test_a_new_prompt_goes_to_whoever_has_least_to_do() -> None:
@@ -163,15 +165,15 @@ def test_the_longest_beginning_counts_if_it_is_half_of_the_prompt() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short beginnings are kept for longer than the long ones behind them."""
-    monkeypatch.setattr(replicas, "MOST_PREFIXES", 5)
+    monkeypatch.setattr(prefixes, "MOST_PREFIXES", 5)
     slot = ReplicaSlot(spawn)
     for number in (1, 2):
         note(slot, prompt(number, 64))
-        assert len(slot.prefixes) <= 5
-    found = [slot.match_prefix(replicas.digests_of(prompt(n, 64))) for n in (1, 2)]
+        assert len(slot.prefixes.digests) <= 5
+    found = [slot.prefixes.match(digests_of(prompt(n, 64))) for n in (1, 2)]
     assert found == [1, 4]
     slot.ended()
-    assert not slot.prefixes and not slot.ready
+    assert not slot.prefixes.digests and not slot.ready
 
 
 def test_nobody_tries_again_what_nobody_wants() -> None:
@@ -219,7 +221,7 @@ def test_an_equal_beginning_is_found_in_the_cache(both: LLM) -> None:
     (slot,) = (
         p
         for p in replicas_of(both).slots
-        if p.match_prefix(replicas.digests_of(prompt(60))) == 2
+        if p.prefixes.match(digests_of(prompt(60))) == 2
     )
     assert slot.ready
 
@@ -371,7 +373,7 @@ def test_a_replica_that_is_lost(
     after = both.stats()  # nothing is forgotten
     assert after.finished["error"] >= before.finished.get("error", 0) + 3
     assert after.generated_tokens >= before.generated_tokens + 3 * 60
-    assert slot.load == slot.match_prefix(replicas.digests_of(first)) == 0
+    assert slot.load == slot.prefixes.match(digests_of(first)) == 0
 
 
 @pytest.mark.exhaustive

@@ -23,15 +23,11 @@ from simplellm.engine.client import EngineBase
 from simplellm.engine.snapshot import Snapshot
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.client import EventStream, RemoteEngine, RemoteError
+from simplellm.server.remote.prefixes import Prefixes, digests_of, ranked
 from simplellm.server.start import WATCHDOG_TIMEOUT, Spawn
 
 LOGGER = logging.getLogger("simplellm")
 Result = TypeVar("Result")
-STRIDE = 16  # tokens: so finely beginnings are told apart
-MOST_PREFIXES = 2**17  # that are remembered of a replica, about 15 MB
-# A replica is overloaded if it has more requests than this share of those of another
-# one, and so many on top.
-TOO_MUCH, MARGIN = 1.5, 8
 MOST_EVENTS = 1024  # that wait here; more wait, joined, where they come from
 LOOK_AGAIN = 0.1  # seconds between two looks at whether all is over
 PAUSE = 1.0  # seconds after a replica that could not begin
@@ -49,8 +45,7 @@ class ReplicaSlot:
         self.ready = False  # whether it can be asked
         self.loading: list[Future[Any]] = [Future(), Future()]  # of the first engine
         self.num_submitted = 0  # requests so far
-        # The beginnings of prompts that the engine has had, the latest ones last.
-        self.prefixes: dict[int, None] = {}
+        self.prefixes = Prefixes()  # that the engine has had
         self.stats: Stats | None = None  # the engine's last ones
         self.past: list[Stats] = []  # the counts of the engines before it
 
@@ -67,25 +62,9 @@ class ReplicaSlot:
         if not self.loading[phase].done():
             self.loading[phase].set_result(facts)
 
-    def match_prefix(self, digests: Sequence[int]) -> int:
-        """How many of the beginnings it has had, the shortest ones first."""
-        count = 0
-        while count < len(digests) and digests[count] in self.prefixes:
-            count += 1
-        return count
-
-    def remember(self, digests: Sequence[int]) -> None:
-        """A request with these is submitted; long ones are forgotten before short."""
-        self.num_submitted += 1
-        for digest in reversed(digests):
-            self.prefixes.pop(digest, None)
-            self.prefixes[digest] = None
-        while len(self.prefixes) > MOST_PREFIXES:
-            del self.prefixes[next(iter(self.prefixes))]
-
     def ended(self) -> None:
         """Note that its engine is gone, with all that it had computed."""
-        self.ready, self.prefixes = False, {}
+        self.ready, self.prefixes = False, Prefixes()
         if self.stats is not None:
             gone = {"waiting": 0, "running": 0, "cache_usage": 0.0}
             old = Stats(**asdict(self.stats) | gone | {"tokens_per_second": 0.0})
@@ -225,7 +204,8 @@ class Replicas(EngineBase):
                 except EngineError:  # it has just ended
                     pending.tried.add(slot)
                     continue
-                slot.remember(pending.digests)
+                slot.num_submitted += 1
+                slot.prefixes.remember(pending.digests)
                 for request_id in request_ids:  # nobody may want it any more
                     if request_id not in self.pending:
                         slot.engine.abort(request_id)
@@ -237,12 +217,11 @@ class Replicas(EngineBase):
         ready = [s for s in self.slots if s.ready and s not in pending.tried]
         if not ready:
             return None
-        most = TOO_MUCH * min(s.load for s in ready) + MARGIN
-        cached = {s: s.match_prefix(pending.digests) for s in ready if s.load <= most}
-        best = max(cached, key=lambda s: (cached[s], -s.load, -s.num_submitted))
-        if 2 * cached[best] >= len(pending.digests) > 0:
-            return best
-        return min(ready, key=lambda s: (s.load, s.num_submitted))
+        loads = {s: s.load for s in ready}
+        cached = {s: s.prefixes.match(pending.digests) for s in ready}
+        return ranked(
+            loads, cached, len(pending.digests), lambda slot: slot.num_submitted
+        )[0]
 
     def _relay(self, slot: ReplicaSlot, event: Event) -> None:
         """Pass on an event of a request that is still in ``slot``."""
@@ -371,15 +350,6 @@ def expect_one(replicas: object) -> None:
     """Raise EngineError unless there are any ``replicas``."""
     if not replicas:
         raise EngineError("no replica lives; expected one, and others are on their way")
-
-
-def digests_of(tokens: Sequence[int]) -> list[int]:
-    """A digest of each beginning of a prompt that has a multiple of STRIDE tokens."""
-    digests, before = [], 0
-    for end in range(STRIDE, len(tokens) + 1, STRIDE):
-        before = hash((before, *tokens[end - STRIDE : end]))
-        digests.append(before)
-    return digests
 
 
 def added(every: Sequence[Stats]) -> Stats:

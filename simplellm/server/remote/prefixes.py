@@ -1,0 +1,66 @@
+"""Which of several engines gets a prompt: the one that has computed its beginning."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Place = TypeVar("Place")
+STRIDE = 16  # tokens: so finely beginnings are told apart
+MOST_PREFIXES = 2**17  # that are remembered of a replica, about 15 MB
+# A replica is overloaded if it has more requests than this share of those of another
+# one, and so many on top.
+TOO_MUCH, MARGIN = 1.5, 8
+
+
+class Prefixes:
+    """The beginnings of prompts that an engine has had, as digests."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, None] = {}  # the latest ones last
+
+    def match(self, digests: Sequence[int]) -> int:
+        """How many of the beginnings it has had, the shortest ones first."""
+        count = 0
+        while count < len(digests) and digests[count] in self.digests:
+            count += 1
+        return count
+
+    def remember(self, digests: Sequence[int]) -> None:
+        """A prompt with these came; long ones are forgotten before short."""
+        for digest in reversed(digests):
+            self.digests.pop(digest, None)
+            self.digests[digest] = None
+        while len(self.digests) > MOST_PREFIXES:
+            del self.digests[next(iter(self.digests))]
+
+
+def digests_of(prompt: Sequence[int], stride: int = STRIDE) -> list[int]:
+    """A digest of each beginning that has a multiple of ``stride`` tokens, or bytes.
+
+    They are the same in all processes.
+    """
+    digests, before = [], 0
+    for end in range(stride, len(prompt) + 1, stride):
+        before = hash((before, *prompt[end - stride : end]))
+        digests.append(before)
+    return digests
+
+
+def ranked(
+    loads: Mapping[Place, int],
+    matches: Mapping[Place, int],
+    total: int,
+    tie: Callable[[Place], Any],
+) -> list[Place]:
+    """Where a prompt should go, the best place first.
+
+    That is the place with most of its ``total`` beginnings, if it has half of them and
+    isn't overloaded; then come the least busy ones. ``loads`` are the requests of each.
+    Of two that are equal the one with the smaller ``tie`` is first.
+    """
+    idle = sorted(loads, key=lambda place: (loads[place], tie(place)))
+    most = TOO_MUCH * min(loads.values(), default=0) + MARGIN
+    free = [place for place in idle if loads[place] <= most]
+    best = max(free, key=lambda place: matches.get(place, 0), default=None)
+    if best is None or not 2 * matches.get(best, 0) >= total > 0:
+        return idle
+    return [best, *(place for place in idle if place != best)]
