@@ -5,7 +5,7 @@
 #                                      progress: OPTIONS="--json ../alice/workbook"
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo chat test test-all test-real test-agents test-engine test-course test-bits lab read workbook progress mine book export figures
+.PHONY: demo chat test test-all test-real test-agents test-cluster test-engine test-course test-bits lab read workbook progress mine book export figures
 .PHONY: check sizes evaluate clean help
 .DEFAULT_GOAL := help
 
@@ -27,6 +27,7 @@ help:
 	@echo "make test-all  run also the variants that make test leaves out"
 	@echo "make test-real run small real models, from PyPI, against transformers"
 	@echo "make test-agents run agents, from npm and PyPI, against a server"
+	@echo "make test-cluster  run three nodes of a Ray cluster, where Ray is installed"
 	@echo "make test-bits run the tests of equal bits as on an AVX2 processor"
 	@echo "make lab       open your workbook, the chapters with empty blanks"
 	@echo "make read      open the reading edition, the chapters with our versions"
@@ -51,11 +52,11 @@ chat: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)
 
-test-engine: override OPTIONS += -m "not course and not exhaustive and not real and not agents"
+test-engine: override OPTIONS += -m "not course and not exhaustive and not real and not agents and not cluster"
 test-course: override OPTIONS += -m "course and not exhaustive"
 test-engine test-course: test
 
-test-all: override OPTIONS += -m "not real and not agents"
+test-all: override OPTIONS += -m "not real and not agents and not cluster"
 test-all: test
 
 # Models with their published weights, as packages of which nothing is run: 330 MB.
@@ -67,6 +68,10 @@ test-real: $(STAMP)
 test-agents: $(STAMP)
 	@$(PY) tools/record_clients.py --install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 0 -m agents tests/test_agents.py $(OPTIONS)
+
+# Needs the extra [ray], which nothing else does: make does not install it.
+test-cluster: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 0 -rs -m cluster tests/test_cluster.py $(OPTIONS)
 
 # NumPy, PyTorch and their libraries choose kernels by a processor's instructions, and
 # sums in another order have other bits. (oneDNN's 8-bit products are wrong below VNNI.

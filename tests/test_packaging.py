@@ -30,7 +30,7 @@ EMBEDDED = (
 )
 MEGABYTE = 1_000_000
 # Hours of compilation, never needed; and much to install for a few tests of its own.
-UNPINNED = {"flash-attn"}
+UNPINNED = {"flash-attn", "ray"}
 
 
 def name_of(requirement: Requirement) -> str:

@@ -6,9 +6,10 @@ id, the key, whether the server drains, the log) and turns whatever is raised in
 error of OpenAI's form. `Endpoint.respond` in `http/endpoint.py` reads the body, has it
 checked and, where the endpoint answers with a `Generation`, runs its requests and
 writes what it says of them: one JSON object, or server-sent events. The engine that
-runs them is in another process, or there are several of them: `remote/`. OpenAI's
-interfaces are in `openai/`, Anthropic's in `anthropic/`; `serve.py` runs the whole, and
-`start.py` has what comes before anything heavy is imported.
+runs them is in another process, or there are several of them: `remote/`. On the
+machines of a Ray cluster, `cluster/` has whole servers as replicas. OpenAI's interfaces
+are in `openai/`, Anthropic's in `anthropic/`; `serve.py` runs the whole, and `start.py`
+has what comes before anything heavy is imported.
 
 To add an endpoint, write one file:
 

@@ -1,0 +1,135 @@
+"""The way into the cluster: reads a request and finds out who knows it already."""
+
+import asyncio
+import logging
+import re
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import orjson
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
+
+from simplellm.server.app import ENDPOINTS
+from simplellm.server.cluster.engine import ReplicaGoneError
+from simplellm.server.cluster.router import Wish
+from simplellm.server.cluster.shared import digest_of_id
+from simplellm.server.http import sse
+from simplellm.server.http.endpoint import LARGE_BODY, as_json, body_part, check_size
+from simplellm.server.http.errors import RETRY, APIError, openai_form, unavailable
+from simplellm.server.remote.prefixes import digests_of
+
+LOGGER = logging.getLogger("ray.serve")
+# Of the scope of a request, what a replica is told. All of it is numbers and texts.
+TOLD = """type http_version method scheme path raw_path root_path query_string headers
+client server""".split()
+# What a prompt is made of, in the order in which it comes; of any endpoint.
+PROMPT_PARTS = "tools system instructions prompt messages input".split()
+STRIDE_BYTES = 256  # so finely beginnings are told apart; some 64 tokens
+MOST_BYTES_TOLD = 1024 * STRIDE_BYTES  # of a prompt; what comes later is of no account
+SHARED_SECONDS = 2.0  # for what is only of use
+ONE_RESPONSE = re.compile(r"/v1/responses/([^/]+)")
+FORMS = {endpoint.path: endpoint.form for endpoint in ENDPOINTS}
+# Ray's names of what a replica's end does to those who wait for it, and ours.
+LOST = (RayError, ReplicaGoneError, DeploymentUnavailableError)
+
+
+@serve.ingress()
+class Ingress:
+    """An ASGI application that has each request answered by one of the replicas."""
+
+    def __init__(self, replicas: DeploymentHandle, shared: DeploymentHandle) -> None:
+        self.replicas = replicas.options(stream=True)
+        self.shared = shared
+
+    def __serve_build_asgi_app__(self) -> Any:
+        # Which also says that it has begun, as Ray Serve wants to know.
+        return Router(default=self.respond, redirect_slashes=False)
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = HTTPRequest(scope, receive)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        try:
+            body = bytearray()
+            async for part in request.stream():
+                body += part
+                check_size(len(body))
+            wish = await self.wish(path, bytes(body))
+            await self.forward(scope, bytes(body), wish, send)
+        except ClientDisconnect:
+            return
+        except APIError as error:
+            form = FORMS.get(path, openai_form)
+            answer = as_json(form(error), error.status, error.headers)
+            await answer(scope, receive, send)
+
+    async def wish(self, path: str, body: bytes) -> Wish:
+        """What is known of a request; nothing if `Shared` doesn't answer."""
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(SHARED_SECONDS):
+                if (named := ONE_RESPONSE.match(path)) is not None:
+                    return Wish(owner=await self.shared.writer.remote(named[1]))
+                if len(body) > LARGE_BODY:
+                    digests = await asyncio.to_thread(beginnings, body)
+                else:
+                    digests = beginnings(body)
+                if digests:
+                    matches = await self.shared.match.remote(digests)
+                    return Wish(digests=digests, matches=matches)
+        return Wish()
+
+    async def forward(self, scope: Scope, body: bytes, wish: Wish, send: Send) -> None:
+        """Have a replica answer. If it is lost before it begins, another one may.
+
+        That happens once: it may have been the request that ended it. Raises APIError.
+        """
+        told = {name: scope[name] for name in TOLD if name in scope}
+        kind = b""
+        for last in (False, True):
+            started = False
+            messages = self.replicas.answer.remote(told, body, wish=asdict(wish))
+            try:
+                async for message in messages:
+                    if message["type"] == "http.response.start":
+                        kind = dict(message["headers"]).get(b"content-type", b"")
+                    started = True
+                    await send(message)
+                return
+            except BackPressureError as error:
+                raise APIError(
+                    429, "too many requests wait", code="queue_full", headers=RETRY
+                ) from error
+            except LOST as error:
+                LOGGER.warning("a replica is lost: %r", error)
+                lost = unavailable("the replica ended", "engine_error")
+                if started and kind.startswith(b"text/event-stream"):
+                    form = FORMS.get(scope["path"], openai_form)
+                    await send(body_part(sse.event(form(lost)), more=False))
+                    return
+                if started or last:
+                    raise lost from error
+                if isinstance(error, ReplicaGoneError):
+                    wish = replace(wish, tried=[error.replica])
+            finally:
+                messages.cancel()  # nothing if it is over
+
+
+def beginnings(body: bytes) -> list[int]:
+    """Digests of the beginnings of a body's prompt; none if it can't be read."""
+    try:
+        parsed = orjson.loads(body)
+        previous = parsed.get("previous_response_id")
+    except (orjson.JSONDecodeError, AttributeError):
+        return []
+    if isinstance(previous, str):
+        return digest_of_id(previous)
+    parts = [orjson.dumps(parsed[name]) for name in PROMPT_PARTS if parsed.get(name)]
+    return digests_of(b"".join(parts)[:MOST_BYTES_TOLD], STRIDE_BYTES)

@@ -1,0 +1,55 @@
+"""Which replica Ray Serve sends a request to."""
+
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from simplellm.server.remote.prefixes import ranked
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What an `Ingress` knows of a request. Plain data: it crosses to the replica."""
+
+    digests: list[int] = field(default_factory=list)  # of the prompt's beginnings
+    matches: dict[str, int] = field(default_factory=dict)  # computed at each replica
+    owner: str | None = None  # the one replica that can answer, if it lives
+    tried: list[str] = field(default_factory=list)  # replicas that could not
+
+
+class PrefixRouter(RequestRouter):
+    """Prefers the replica that has computed the beginning of a prompt."""
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """The replicas in the order in which they are asked, each by itself.
+
+        The next one is asked where the one before has no room.
+        """
+        if pending_request is None:
+            return [candidate_replicas]
+        # Else Ray Serve would ask again and again without a pause.
+        pending_request.routing_context.should_backoff = True
+        wish = Wish(**pending_request.kwargs["wish"])
+        places = {
+            replica.replica_id.unique_id: replica for replica in candidate_replicas
+        }
+        if wish.owner in places:
+            return [[places[wish.owner]]]
+        fresh = {name: places[name] for name in places if name not in wish.tried}
+        cache = self.replica_queue_len_cache
+        loads = {
+            name: cache.get(replica.replica_id) or 0
+            for name, replica in (fresh or places).items()
+        }
+
+        def tie(name: str) -> int:
+            """Equal prompts meet, whichever `Ingress` sends them."""
+            return crc32(f"{name} {wish.digests[-1:]}".encode())
+
+        order = ranked(loads, wish.matches, len(wish.digests), tie)
+        return [[places[name]] for name in order]

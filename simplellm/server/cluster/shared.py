@@ -1,0 +1,148 @@
+"""What all replicas know: who has computed what, and the responses that are kept."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import orjson
+from ray.serve.handle import DeploymentHandle
+
+from simplellm.server.http.endpoint import LOGGER
+from simplellm.server.http.errors import APIError, unavailable
+from simplellm.server.openai.responses_store import (
+    FinishedResponse,
+    ResponseStore,
+    StoredResponse,
+)
+from simplellm.server.remote.prefixes import Prefixes, digests_of
+
+MOST_REPLICAS = 256  # whose prefixes are remembered, those that are gone too
+STORE_SECONDS = 10.0  # that an answer of `Shared` may take
+
+
+def digest_of_id(id: str) -> list[int]:
+    """A response's id as if it were the one beginning of what follows it."""
+    return digests_of(id.encode(), max(1, len(id.encode())))
+
+
+class Shared:
+    """One process for all replicas; with Ray's head node both are gone.
+
+    A response is a beginning too, of the one that names it as its previous one: so that
+    goes where it was written.
+    """
+
+    def __init__(self) -> None:
+        self.prefixes: dict[str, Prefixes] = {}  # of replicas, the latest one last
+        self.responses = ResponseStore()
+        self.writers: dict[str, str] = {}  # of responses that are being written
+
+    async def match(self, digests: list[int]) -> dict[str, int]:
+        """How many of the beginnings each replica has had."""
+        found = {name: one.match(digests) for name, one in self.prefixes.items()}
+        return {name: count for name, count in found.items() if count}
+
+    async def remember(self, replica: str, digests: list[int]) -> None:
+        """A replica computes a prompt with these beginnings."""
+        one = self.prefixes.pop(replica, None) or Prefixes()
+        self.prefixes[replica] = one
+        one.remember(digests)
+        while len(self.prefixes) > MOST_REPLICAS:
+            del self.prefixes[next(iter(self.prefixes))]
+
+    async def writer(self, id: str) -> str | None:
+        """The replica that writes a response, if one does."""
+        return self.writers.get(id)
+
+    async def begin(self, id: str, replica: str) -> None:
+        """A replica writes a response."""
+        self.writers[id] = replica
+        await self.remember(replica, digest_of_id(id))
+
+    async def end(self, id: str, raw: bytes) -> None:
+        """A response is over: the fields of a `FinishedResponse`, as JSON."""
+        if self.writers.pop(id, None) is not None:
+            kept = FinishedResponse(**orjson.loads(raw))
+            self.responses.begin(id, kept)
+            self.responses.end(id, kept)
+
+    async def forget(self, id: str) -> None:
+        """Drop a response, even if it ends later."""
+        self.writers.pop(id, None)
+        self.responses.forget(id)
+
+    async def find(self, id: str) -> bytes | None:
+        """The values of a response that is over, as JSON, in their order."""
+        kept = self.responses.find(id)
+        if not isinstance(kept, FinishedResponse):
+            return None
+        return orjson.dumps([kept.response, kept.input_items, kept.asked_bytes])
+
+    async def find_item(self, id: str) -> bytes | None:
+        """An item of such a response, as JSON."""
+        item = self.responses.find_item(id)
+        return None if item is None else orjson.dumps(item)
+
+
+class SharedResponses(ResponseStore):
+    """A replica's `ResponseStore`: what it writes itself is here, the rest in `Shared`.
+
+    A thread waits for `Shared`, since Ray Serve lets no event loop do so.
+    """
+
+    def __init__(self, shared: DeploymentHandle, replica: str) -> None:
+        super().__init__()
+        self.shared, self.replica = shared, replica
+        self.pool = ThreadPoolExecutor(8, "simplellm-shared")
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What `Shared` answers. Raises APIError."""
+
+        def answer() -> Any:
+            asked = getattr(self.shared, method).remote(*arguments)
+            return asked.result(timeout_s=STORE_SECONDS)
+
+        try:
+            return self.pool.submit(answer).result(STORE_SECONDS)
+        except Exception as error:
+            LOGGER.warning("the store of responses fails: %r", error)
+            message = "the store of responses can't be reached"
+            raise unavailable(message, "store_error") from error
+
+    def begin(self, id: str, response: StoredResponse) -> None:
+        super().begin(id, response)
+        self.ask("begin", id, self.replica)
+
+    def end(self, id: str, kept: FinishedResponse) -> None:
+        fields = {
+            "response": kept.response,
+            "input_items": kept.input_items,
+            "asked_bytes": kept.asked_bytes,
+        }
+        if super().find(id) is None:  # it was deleted
+            return
+        try:
+            self.ask("end", id, orjson.dumps(fields))
+        except APIError:  # the answer is there, if not for later
+            LOGGER.warning("response %s is not kept", id)
+        finally:
+            super().forget(id)
+
+    def forget(self, id: str) -> None:
+        super().forget(id)
+        self.ask("forget", id)
+
+    def find(self, id: str) -> StoredResponse | None:
+        running = super().find(id)
+        if running is not None:
+            return running
+        raw = self.ask("find", id)
+        return None if raw is None else FinishedResponse(*orjson.loads(raw))
+
+    def find_item(self, id: str) -> dict[str, Any] | None:
+        raw = self.ask("find_item", id)
+        return None if raw is None else orjson.loads(raw)
+
+    def remember(self, digests: Sequence[int]) -> None:
+        """The replica computes a prompt with these beginnings; nobody waits."""
+        self.shared.remember.remote(self.replica, list(digests))
