@@ -22,6 +22,7 @@ import cases
 import client
 import clients
 import compare
+import fp8_cache
 import gpu_accuracy as accuracy
 import host
 import parallel
@@ -29,6 +30,7 @@ import real
 import sanitize
 import speeds
 import steady
+import streams
 import tune
 
 from simplellm.model.kernels import linear
@@ -267,3 +269,23 @@ def test_python_s_time_is_found_without_a_model():
         first, second = (llm.generate(prompts, params).result() for _ in range(2))
     tokens = [[output.token_ids for output in outputs] for outputs in (first, second)]
     assert tokens[0] != tokens[1], "they depend on the step alone"
+
+
+SMALL = dict(model_type="llama", hidden_size=32, intermediate_size=48)
+SMALL |= dict(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+SMALL |= dict(head_dim=8, rope_theta=1e4, max_position_embeddings=512, vocab_size=1040)
+
+
+def test_many_streams_get_their_text():
+    rates = streams.measure(SMALL, streams=3, tokens=20, times=2)
+    assert len(rates) == 2
+    assert min(rates) > 0
+
+
+@pytest.mark.parametrize("kind", fp8_cache.KINDS)
+def test_long_contexts_are_decoded_together(kind, monkeypatch):
+    monkeypatch.setattr(fp8_cache, "NEW", 30)
+    row = fp8_cache.measure(SMALL | {"vocab_size": 97}, kind, batch=3, context=40)
+    assert row["kv_cache_dtype"] == kind
+    assert row["step_ms"] > 0
+    assert 20 < row["steps"] < 30
