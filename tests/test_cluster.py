@@ -214,7 +214,7 @@ def test_whoever_leaves_ends_the_request(nodes: Nodes) -> None:
     body = {"prompt": prompt(5), **LONG, "max_tokens": 2000}
     with nodes.client.stream("POST", COMPLETE, json=body) as answer:
         next(answer.iter_raw())
-    # Each answer tells of one of the replicas.
+    # Each answer tells of one of the replicas, whichever comes first.
     line = 'finished_reason="abort"'
     in_time(lambda: line in nodes.client.get("/metrics").text)
 
@@ -286,3 +286,16 @@ def test_up_and_down(nodes: Nodes) -> None:
         over.set()
         assert all(all(one.result(PATIENCE)) for one in loads)
     in_time(lambda: len(nodes.where()) == 1)
+
+
+def test_what_cannot_be_deployed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before anything is on a node."""
+    from simplellm.server.cluster.deploy import Arguments, app
+
+    monkeypatch.delenv("SIMPLELLM_API_KEY", raising=False)
+    with pytest.raises(ValueError, match="SIMPLELLM_API_KEY is not set"):
+        app(Arguments.model_validate({}))
+    with pytest.raises(ValueError, match=r"\['max_nun_seqs'\], which nobody knows"):
+        app(Arguments.model_validate({"max_nun_seqs": 8}))
+    with pytest.raises(ValueError, match="tensor_parallel_size is 0"):
+        app(Arguments.model_validate({"tensor_parallel_size": "0"}))

@@ -1,5 +1,6 @@
 """Which replica Ray Serve sends a request to."""
 
+import random
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -47,9 +48,10 @@ class PrefixRouter(RequestRouter):
             for name, replica in (fresh or places).items()
         }
 
-        def tie(name: str) -> int:
-            """Equal prompts meet, whichever `Ingress` sends them."""
-            return crc32(f"{name} {wish.digests[-1:]}".encode())
+        def tie(name: str) -> float:
+            """Equal prompts meet, whichever `Ingress` sends them; others are spread."""
+            last = wish.digests[-1:]
+            return crc32(f"{name} {last}".encode()) if last else random.random()
 
         order = ranked(loads, wish.matches, len(wish.digests), tie)
         return [[places[name]] for name in order]
