@@ -119,6 +119,8 @@ def speed(engine: Engine, prompts: Sequence[list[int]], count: int) -> float:
         ended += event.finish_reason is not None
     begin = max(first.values())
     end = min(event.time for event in events if event.finish_reason)
+    if end <= begin:
+        raise RuntimeError("the first answer ended before the last one began")
     inside = (len(e.tokens) for e in events if begin < e.time <= end)
     return sum(inside) / (end - begin)
 
