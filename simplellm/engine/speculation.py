@@ -406,7 +406,7 @@ class SpeculativeScheduler(Scheduler):
         tokens = sum(chunk.length for chunk in scheduled)
         decodes = all(c.length == 1 + len(c.request.drafts) for c in scheduled)
         made = next((made for own, made in self._steps if own is scheduled), None)
-        kind = {chunk.request.request_id for chunk in scheduled}, drafts > 0, made
+        kind = drafts > 0, made
         then, before = self._last
         self._last = now, kind if decodes else None
         # One that has either drafts before it or others after it is of neither kind.
