@@ -144,7 +144,7 @@ class SharedMemory:
     """Memory of a GPU that all ranks of a group have access to."""
 
     memory: Tensor  # uint8
-    handle: Any  # which keeps that of the others
+    handle: Any  # keeps that of the others, and with it the group, known by its name
     addresses: Tensor  # int64 [R]
     stream: torch.cuda.Stream  # beside the kernels that wait
     one: Tensor  # int32 [1], pinned
@@ -170,7 +170,8 @@ class SharedMemory:
         handle = symmetric.rendezvous(memory, group.name)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        return cls(memory, handle, addresses, torch.cuda.Stream(device), one, place)
+        handles = handle, named
+        return cls(memory, handles, addresses, torch.cuda.Stream(device), one, place)
 
     def stop(self) -> None:
         """Set the number, while kernels run."""
