@@ -13,7 +13,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,10 @@ class Group:
         Its addresses on this rank, int64 [R]; None if there is a GPU that has none to
         share. `abort` sets its int32 number ``stop`` to 1.
         """
+        fresh = torch.tensor([not SharedMemory.begun], dtype=torch.int32)
+        if not self.min(fresh)[0]:
+            LOGGER.warning("A process's second engine adds up by NCCL on several GPUs")
+            return None
         try:
             memory = SharedMemory.of(self, nbytes, stop)
         except RuntimeError as error:
@@ -142,6 +146,10 @@ class Group:
 @dataclass(frozen=True, eq=False)
 class SharedMemory:
     """Memory of a GPU that all ranks of a group have access to."""
+
+    # PyTorch numbers a process's handshakes, and waits for those of the same number on
+    # other ranks, which begin anew with each engine: who has made one waits in vain.
+    begun: ClassVar[bool] = False
 
     memory: Tensor  # uint8
     handle: Any  # keeps that of the others, and with it the group, known by its name
@@ -167,6 +175,7 @@ class SharedMemory:
         memory = symmetric.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         memory.zero_()
         torch.cuda.synchronize(device)  # before others write
+        cls.begun = True
         handle = symmetric.rendezvous(memory, group.name)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         one = torch.ones(1, dtype=torch.int32, pin_memory=True)
