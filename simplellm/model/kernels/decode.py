@@ -311,6 +311,35 @@ def decode_kernel(
     )
 
 
+@triton.jit
+def store_joined(
+    parts_ptr,
+    sums_ptr,
+    out_ptr,
+    place,  # of a token and kv head
+    splits,
+    used,  # the splits that have keys
+    group,  # query heads of the kv head
+    split,  # [SPLITS, 1]
+    d,  # columns of a head
+    G: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The output of a token's heads, of the parts that `store_result` has left."""
+    at = (place * splits + split) * G + group[None, :]
+    there = (split < used) & (group < G)[None, :]
+    sums = tl.load(sums_ptr + at, there, NO_KEY)
+    cells = there[:, :, None] & (d < D)[None, None, :]
+    parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
+    joined = join_parts(sums, parts)
+    out_at = (place * G + group) * D
+    tl.store(
+        out_ptr + out_at[:, None] + d[None, :],
+        joined.to(out_ptr.dtype.element_ty),
+        mask=(group < G)[:, None] & (d < D)[None, :],
+    )
+
+
 @triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
 def join_kernel(
     # Pointers
@@ -350,17 +379,9 @@ def join_kernel(
     if used == 1:
         return
 
-    at = ((row * K + head) * splits + split) * G + group[None, :]
-    there = (split < used) & (group < G)[None, :]
-    sums = tl.load(sums_ptr + at, there, NO_KEY)
-    cells = there[:, :, None] & (d < D)[None, None, :]
-    parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
-    joined = join_parts(sums, parts)
-    out_at = ((row * K + head) * G + group) * D
-    tl.store(
-        out_ptr + out_at[:, None] + d[None, :],
-        joined.to(out_ptr.dtype.element_ty),
-        mask=(group < G)[:, None] & (d < D)[None, :],
+    store_joined(
+        *(parts_ptr, sums_ptr, out_ptr, row * K + head, splits, used, group, split),
+        *(d, G, D),
     )
 
 

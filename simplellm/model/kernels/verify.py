@@ -21,18 +21,18 @@ from simplellm.model.kernels.decode import (
     choose_splits,
     decode_tiles,
     join_constants,
+    store_joined,
     store_result,
 )
 from simplellm.model.kernels.key_tiles import (
     LOG2E,
-    NO_KEY,
     AttentionSizes,
     init_acc,
     load_pair,
 )
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
 from simplellm.model.kernels.prefill import ANYWHERE, VARIED
-from simplellm.model.kernels.softmax import find_rows, join_parts, softmax_update
+from simplellm.model.kernels.softmax import find_rows, softmax_update
 
 
 @triton.jit
@@ -227,17 +227,9 @@ def verify_join_kernel(
     if (used == 1) | (query >= count):
         return
 
-    at = ((token * K + head) * splits + split) * G + group[None, :]
-    there = (split < used) & (group < G)[None, :]
-    sums = tl.load(sums_ptr + at, there, NO_KEY)
-    cells = there[:, :, None] & (d < D)[None, None, :]
-    parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
-    joined = join_parts(sums, parts)
-    out_at = ((token * K + head) * G + group) * D
-    tl.store(
-        out_ptr + out_at[:, None] + d[None, :],
-        joined.to(out_ptr.dtype.element_ty),
-        mask=(group < G)[:, None] & (d < D)[None, :],
+    store_joined(
+        *(parts_ptr, sums_ptr, out_ptr, token * K + head, splits, used, group, split),
+        *(d, G, D),
     )
 
 
@@ -288,10 +280,8 @@ def verify_attention(
     As `simplellm.model.ops.attend`; the step has T rows of at most ``group.queries``
     tokens each, of which those at the end have none. ``scratch`` has room for T rows.
     """
-    num_tokens, sizes = (
-        len(q),
-        AttentionSizes.of(q, keys, group.window, sinks is not None),
-    )
+    num_tokens = len(q)
+    sizes = AttentionSizes.of(q, keys, group.window, sinks is not None)
     batch, pages_in_row = group.decodes, group.tables.shape[1]
     assert batch == num_tokens == len(group.lengths), "rows for all tokens, no chunks"
     tiles = decode_tiles(batch, sizes.D, group.window)
