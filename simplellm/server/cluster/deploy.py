@@ -99,7 +99,8 @@ def engines(arguments: Arguments, config: EngineConfig) -> serve.Deployment:
     them on one node or none: its ranks are processes that share memory.
     """
     on_gpu = arguments.device != "cpu"
-    at_once = config.max_num_seqs or (256 if on_gpu else 64)
+    at_once = config.resolved("cuda" if on_gpu else "cpu").max_num_seqs
+    assert at_once is not None
     resources = {"num_cpus": arguments.num_cpus}
     if on_gpu:
         resources["num_gpus"] = config.tensor_parallel_size

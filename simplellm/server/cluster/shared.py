@@ -25,6 +25,16 @@ def digest_of_id(id: str) -> list[int]:
     return digests_of(id.encode(), max(1, len(id.encode())))
 
 
+def to_bytes(kept: FinishedResponse) -> bytes:
+    """A response that is over, as JSON."""
+    return orjson.dumps([kept.response, kept.input_items, kept.asked_bytes])
+
+
+def from_bytes(raw: bytes) -> FinishedResponse:
+    """The response of which `to_bytes` has made this."""
+    return FinishedResponse(*orjson.loads(raw))
+
+
 class Shared:
     """One process for all replicas; with Ray's head node both are gone.
 
@@ -60,9 +70,9 @@ class Shared:
         await self.remember(replica, digest_of_id(id))
 
     async def end(self, id: str, raw: bytes) -> None:
-        """A response is over: the fields of a `FinishedResponse`, as JSON."""
+        """A response is over; ``raw`` is it, of `to_bytes`."""
         if self.writers.pop(id, None) is not None:
-            kept = FinishedResponse(**orjson.loads(raw))
+            kept = from_bytes(raw)
             self.responses.begin(id, kept)
             self.responses.end(id, kept)
 
@@ -72,11 +82,9 @@ class Shared:
         self.responses.forget(id)
 
     async def find(self, id: str) -> bytes | None:
-        """The values of a response that is over, as JSON, in their order."""
+        """A response that is over, of `to_bytes`."""
         kept = self.responses.find(id)
-        if not isinstance(kept, FinishedResponse):
-            return None
-        return orjson.dumps([kept.response, kept.input_items, kept.asked_bytes])
+        return to_bytes(kept) if isinstance(kept, FinishedResponse) else None
 
     async def find_item(self, id: str) -> bytes | None:
         """An item of such a response, as JSON."""
@@ -114,15 +122,10 @@ class SharedResponses(ResponseStore):
         self.ask("begin", id, self.replica)
 
     def end(self, id: str, kept: FinishedResponse) -> None:
-        fields = {
-            "response": kept.response,
-            "input_items": kept.input_items,
-            "asked_bytes": kept.asked_bytes,
-        }
         if super().find(id) is None:  # it was deleted
             return
         try:
-            self.ask("end", id, orjson.dumps(fields))
+            self.ask("end", id, to_bytes(kept))
         except APIError:  # the answer is there, if not for later
             LOGGER.warning("response %s is not kept", id)
         finally:
@@ -137,7 +140,7 @@ class SharedResponses(ResponseStore):
         if running is not None:
             return running
         raw = self.ask("find", id)
-        return None if raw is None else FinishedResponse(*orjson.loads(raw))
+        return None if raw is None else from_bytes(raw)
 
     def find_item(self, id: str) -> dict[str, Any] | None:
         raw = self.ask("find_item", id)
