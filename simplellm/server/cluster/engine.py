@@ -78,14 +78,14 @@ class EngineReplica:
         self.service.engine.check()
 
     async def answer(
-        self, scope: dict[str, Any], body: bytes, *, wish: dict[str, Any]
+        self, scope: dict[str, Any], body: bytes, *, hints: dict[str, Any]
     ) -> AsyncIterator[dict[str, Any]]:
         """The messages of the answer, as ASGI has them; parts that wait are joined.
 
         Raises ReplicaGoneError if there is none because the engine has ended.
         """
-        if wish["digests"]:
-            self.responses.remember(wish["digests"])
+        if hints["digests"]:
+            self.responses.remember(hints["digests"])
         given: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         given.put_nowait({"type": "http.request", "body": body, "more_body": False})
         sent: asyncio.Queue[Any] = asyncio.Queue()  # None ends it

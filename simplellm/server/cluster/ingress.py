@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from simplellm.server.app import ENDPOINTS
 from simplellm.server.cluster.engine import ReplicaGoneError
-from simplellm.server.cluster.router import Wish
+from simplellm.server.cluster.router import RoutingHints
 from simplellm.server.cluster.shared import digest_of_id
 from simplellm.server.http import sse
 from simplellm.server.http.endpoint import LARGE_BODY, as_json, body_part, check_size
@@ -62,8 +62,8 @@ class Ingress:
             async for part in request.stream():
                 body += part
                 check_size(len(body))
-            wish = await self.wish(path, bytes(body))
-            await self.forward(scope, bytes(body), wish, send)
+            hints = await self.hints(path, bytes(body))
+            await self.forward(scope, bytes(body), hints, send)
         except ClientDisconnect:
             return
         except APIError as error:
@@ -71,22 +71,24 @@ class Ingress:
             answer = as_json(form(error), error.status, error.headers)
             await answer(scope, receive, send)
 
-    async def wish(self, path: str, body: bytes) -> Wish:
+    async def hints(self, path: str, body: bytes) -> RoutingHints:
         """What is known of a request; nothing if `Shared` doesn't answer."""
         with suppress(RayError, TimeoutError):
             async with asyncio.timeout(SHARED_SECONDS):
                 if (named := ONE_RESPONSE.match(path)) is not None:
-                    return Wish(owner=await self.shared.writer.remote(named[1]))
+                    return RoutingHints(owner=await self.shared.writer.remote(named[1]))
                 if len(body) > LARGE_BODY:
                     digests = await asyncio.to_thread(beginnings, body)
                 else:
                     digests = beginnings(body)
                 if digests:
                     matches = await self.shared.match.remote(digests)
-                    return Wish(digests=digests, matches=matches)
-        return Wish()
+                    return RoutingHints(digests=digests, matches=matches)
+        return RoutingHints()
 
-    async def forward(self, scope: Scope, body: bytes, wish: Wish, send: Send) -> None:
+    async def forward(
+        self, scope: Scope, body: bytes, hints: RoutingHints, send: Send
+    ) -> None:
         """Have a replica answer. If it is lost before it begins, another one may.
 
         That happens once: it may have been the request that ended it. Raises APIError.
@@ -95,7 +97,7 @@ class Ingress:
         kind = b""
         for last in (False, True):
             started = False
-            messages = self.replicas.answer.remote(told, body, wish=asdict(wish))
+            messages = self.replicas.answer.remote(told, body, hints=asdict(hints))
             try:
                 async for message in messages:
                     if message["type"] == "http.response.start":
@@ -117,7 +119,7 @@ class Ingress:
                 if started or last:
                     raise lost from error
                 if isinstance(error, ReplicaGoneError):
-                    wish = replace(wish, tried=[error.replica])
+                    hints = replace(hints, tried=[error.replica])
             finally:
                 messages.cancel()  # nothing if it is over
 

@@ -10,7 +10,7 @@ from simplellm.server.remote.prefixes import ranked
 
 
 @dataclass(frozen=True)
-class Wish:
+class RoutingHints:
     """What an `Ingress` knows of a request. Plain data: it crosses to the replica."""
 
     digests: list[int] = field(default_factory=list)  # of the prompt's beginnings
@@ -35,13 +35,13 @@ class PrefixRouter(RequestRouter):
             return [candidate_replicas]
         # Else Ray Serve would ask again and again without a pause.
         pending_request.routing_context.should_backoff = True
-        wish = Wish(**pending_request.kwargs["wish"])
+        hints = RoutingHints(**pending_request.kwargs["hints"])
         places = {
             replica.replica_id.unique_id: replica for replica in candidate_replicas
         }
-        if wish.owner in places:
-            return [[places[wish.owner]]]
-        fresh = {name: places[name] for name in places if name not in wish.tried}
+        if hints.owner in places:
+            return [[places[hints.owner]]]
+        fresh = {name: places[name] for name in places if name not in hints.tried}
         cache = self.replica_queue_len_cache
         loads = {
             name: cache.get(replica.replica_id) or 0
@@ -50,8 +50,8 @@ class PrefixRouter(RequestRouter):
 
         def tie(name: str) -> float:
             """Equal prompts meet, whichever `Ingress` sends them; others are spread."""
-            last = wish.digests[-1:]
+            last = hints.digests[-1:]
             return crc32(f"{name} {last}".encode()) if last else random.random()
 
-        order = ranked(loads, wish.matches, len(wish.digests), tie)
+        order = ranked(loads, hints.matches, len(hints.digests), tie)
         return [[places[name]] for name in order]
