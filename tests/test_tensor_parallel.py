@@ -37,7 +37,7 @@ from simplellm.engine.ranks import Leader
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import NUMPY
-from simplellm.model.parallel import Group, SharedMemory, VocabularyShard, parallel
+from simplellm.model.parallel import Group, SymmetricMemory, VocabularyShard, parallel
 from simplellm.sampling.filters import Filters
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -477,6 +477,6 @@ def test_a_process_shares_memory_of_its_gpu_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A second time, ranks wouldn't find each other: they don't try."""
-    monkeypatch.setattr(SharedMemory, "begun", True)
+    monkeypatch.setattr(SymmetricMemory, "begun", True)
     assert Group(str(tmp_path), 0, 1, PATIENCE).share(64, 0) is None
     assert "NCCL" in caplog.text

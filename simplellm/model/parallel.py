@@ -58,7 +58,7 @@ class Group:
         store = dist.FileStore(f"{folder}/ranks", size)
         store.set_timeout(timedelta(seconds=timeout))
         self.store, self.name = store, f"simplellm {folder}"
-        self.shared: list[SharedMemory] = []
+        self.shared: list[SymmetricMemory] = []
         self.gloo: Any = gloo(store, rank, size, options)
         self.nccl: Any = None  # a Communicator, on a GPU
         if device is not None and device.type == "cuda":
@@ -120,12 +120,12 @@ class Group:
         Its addresses on this rank, int64 [R]; None if there is a GPU that has none to
         share. `abort` sets its int32 number ``stop`` to 1.
         """
-        fresh = torch.tensor([not SharedMemory.begun], dtype=torch.int32)
+        fresh = torch.tensor([not SymmetricMemory.begun], dtype=torch.int32)
         if not self.min(fresh)[0]:
             LOGGER.warning("A process's second engine adds up by NCCL on several GPUs")
             return None
         try:
-            memory = SharedMemory.of(self, nbytes, stop)
+            memory = SymmetricMemory.of(self, nbytes, stop)
         except RuntimeError as error:
             LOGGER.warning("GPUs don't share memory, and NCCL adds up: %s", error)
             memory = None
@@ -144,7 +144,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedMemory:
+class SymmetricMemory:
     """Memory of a GPU that all ranks of a group have access to."""
 
     # PyTorch numbers a process's handshakes, and waits for those of the same number on
@@ -159,7 +159,7 @@ class SharedMemory:
     place: int  # of the number that becomes 1
 
     @classmethod
-    def of(cls, group: Group, nbytes: int, place: int) -> "SharedMemory":
+    def of(cls, group: Group, nbytes: int, place: int) -> "SymmetricMemory":
         """Made by all ranks at once. Raises RuntimeError where it can't be."""
         from torch._C import _distributed_c10d as c10d
 
