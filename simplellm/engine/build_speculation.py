@@ -116,18 +116,13 @@ def head_proposer(runner: Runner, config: EngineConfig, most: int) -> HeadPropos
     rows = config.max_num_seqs
     if model.device.type == "cuda":  # for captured steps, with a row for each token
         rows = max(rows, MOST_VERIFIED)
-    ops = replace(model.ops, rope_and_cache=PLAIN.rope_and_cache)
     if model.ops.name == "Triton":
         from simplellm.model.kernels.fused import attend_in
 
-        invariant = config.batch_invariant
-        sizes = (
-            form.num_attention_heads,
-            form.num_key_value_heads,
-            form.head_dim,
-        )
-        ops = replace(
-            model.ops, attend=attend_in(rows, *sizes, model.device, invariant)
-        )
+        heads = form.num_attention_heads, form.num_key_value_heads, form.head_dim
+        attend = attend_in(rows, *heads, model.device, config.batch_invariant)
+        ops = replace(model.ops, attend=attend)
+    else:
+        ops = replace(model.ops, rope_and_cache=PLAIN.rope_and_cache)
     shape = len(pool.keys[0]), pool.page_size
     return HeadProposer(head, ops, aux.states, shape, rows, runner.table_width, most)

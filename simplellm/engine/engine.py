@@ -51,7 +51,7 @@ class Engine(EngineBase):
         self.lock = threading.RLock()
         # Aborts, and None to wake the thread. Finalizers may put, too, in any thread.
         self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
-        self.events = EventQueue()  # of Event, and None behind the last
+        self.events = EventQueue()  # of Event, and None after the last
         self.thread: threading.Thread | None = None
         # Steps under way, the oldest first.
         self.flights: deque[tuple[Sequence[ScheduledChunk], Flight]] = deque()
