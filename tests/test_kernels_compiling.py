@@ -1,6 +1,7 @@
 """Threads that need the same kernels compile each of them once, without a GPU here."""
 
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -179,6 +180,29 @@ def test_other_threads_compile_as_ever(compiled: Counter[Any]) -> None:
         compile_in_threads([job])
         serving.result()
     assert compiled == {("add_kernel", 64): 1}
+
+
+def test_threads_that_parse_do_not_disturb_each_other() -> None:
+    """Finalizers let another thread run in the midst of CPython's building a tree."""
+
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            sum(range(1000))
+
+    def job() -> None:
+        for _ in range(200):
+            Circle()
+            add_kernel.parse()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        compile_in_threads([job] * THREADS)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_kernel_that_does_not_compile_stops_nobody(compiled: Counter[Any]) -> None:

@@ -1,5 +1,6 @@
 """Compile kernels side by side, and find out which of them do not compile."""
 
+import ast
 import logging
 import sys
 import threading
@@ -135,16 +136,26 @@ def compile_in_threads(
             finally:
                 release()
 
+    parse, parsing = triton.JITFunction.parse, threading.Lock()
+
+    def parse_alone(self: triton.JITFunction) -> ast.AST:
+        with parsing:
+            return parse(self)
+
     runtime = triton.knobs.runtime
     with HOOKS:
         before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
         runtime.jit_cache_hook, runtime.jit_post_compile_hook = acquire, release
+        # Up to Python 3.11.7 and 3.12.1 threads that parse share a counter of depth, so
+        # that one of them may get a SystemError (CPython's issue 106905).
+        triton.JITFunction.parse = parse_alone
         began = time.monotonic()
         try:
             with ThreadPoolExecutor(THREADS, initializer=start) as threads:
                 list(threads.map(work, range(THREADS)))
         finally:
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = before
+            triton.JITFunction.parse = parse
         seconds = time.monotonic() - began
         LOGGER.info("%d kernels were made ready in %.1f s", len(locks), seconds)
 
