@@ -12,13 +12,17 @@ The interpreter is silently wrong for arithmetic on bfloat16 (loads and stores a
 right) and raises on inline assembly. Its conversions from and to e4m3 round wrongly
 and lose NaN: `interpreted` has PyTorch do them. Matrices of bfloat16 are multiplied as
 float32, which holds the same numbers, and every product adds in one order.
+
+The interpreter also patches Triton's language, at every launch and at every call of a
+device function, and looks through all of the language each time, which is most of what
+it does. Here the language is patched once.
 """
 
 import importlib
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -121,6 +125,19 @@ def dot(builder, a, b, d, precision, imprecise):
 
 
 @contextmanager
+def patched_language() -> Iterator[None]:
+    """What the interpreter patches for each function, for all functions at once."""
+    seen = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    scope = interpreter._patch_lang(seen)
+    nothing = SimpleNamespace(restore=lambda: None)
+    try:
+        with mock.patch.object(interpreter, "_patch_lang", lambda function: nothing):
+            yield
+    finally:
+        scope.restore()
+
+
+@contextmanager
 def interpreted() -> Iterator[None]:
     """Within it, launching a kernel of the package interprets it, on CPU tensors."""
     modules = kernel_modules()
@@ -135,7 +152,7 @@ def interpreted() -> Iterator[None]:
                     setattr(owner, name, method(new) if owner is tl.tensor else new)
         converts = mock.patch.object(interpreter, "_convert_float", convert_float)
         multiplies = mock.patch.object(InterpreterBuilder, "create_dot", dot)
-        with converts, multiplies, triton.knobs.runtime.scope():
+        with converts, multiplies, triton.knobs.runtime.scope(), patched_language():
             triton.knobs.runtime.interpret = True
             yield
     finally:

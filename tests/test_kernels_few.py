@@ -24,19 +24,7 @@ exhaustive = pytest.mark.exhaustive
 # Two steps along the longer rows, one along the others.
 SMALL = Few(rows=16, columns=128, warps=2)
 WAYS = {"as chosen": None, "small": SMALL, "wide": Few(rows=32, columns=256, warps=4)}
-IDS = [[0, 3], [3, 0], [0, 1], [2, 0], [1, 3]]
-
-
-def halves(
-    x: torch.Tensor, mlp: Experts, ids: torch.Tensor, num_tokens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, and both halves; NaN where nothing is written."""
-    scores = torch.linspace(0.1, 1, ids.numel(), device=x.device).view(ids.shape)
-    hidden = x.new_full((ids.numel(), mlp.down.shape[2]), torch.nan)
-    multiply_few(hidden, x, mlp.gate_up, ids, None, num_tokens)
-    out = x.new_full((*ids.shape, mlp.down.shape[1]), torch.nan)
-    multiply_few(out, hidden, mlp.down, ids, scores, num_tokens)
-    return scores, hidden, out
+IDS = [[0, 3], [3, 0], [1, 2]]  # the last one is padding
 
 
 SIZES: tuple[dict[str, int], ...] = {}, {"hidden": 304, "intermediate": 40}
@@ -51,21 +39,36 @@ HALVES = FIRST + [
 ]
 
 
-def assert_halves(mlp: Experts, ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
-    """Both are the plain ones, of two experts a token; padding has no part."""
+def assert_first_half(
+    mlp: Experts, ids: torch.Tensor, num_tokens: torch.Tensor
+) -> torch.Tensor:
+    """It is the plain one, of two experts a token; padding has no part."""
     x = tokens_for(mlp, len(ids))
     x[num_tokens:] = torch.nan
-    ids[num_tokens:] = 2**30  # no expert
-    scores, hidden, out = halves(x, mlp, ids, num_tokens)
-    pairs = 2 * num_tokens.item()
-    for pair in range(pairs):
-        token, choice = divmod(pair, 2)
-        expert, score = ids[token, choice].item(), scores[token, choice, None, None]
-        expected = plain_product(x[token, None], mlp, expert, None)[0]
+    hidden = x.new_full((ids.numel(), mlp.down.shape[2]), torch.nan)
+    multiply_few(hidden, x, mlp.gate_up, ids, None, num_tokens)
+    pairs = 2 * int(num_tokens)
+    for pair, expert in enumerate(ids.flatten().tolist()[:pairs]):
+        expected = plain_product(x[pair // 2, None], mlp, expert, None)[0]
         torch.testing.assert_close(hidden[pair], expected, **CLOSE[x.dtype])
+    assert hidden[pairs:].isnan().all()
+    return hidden
+
+
+def assert_second_half(
+    mlp: Experts, hidden: torch.Tensor, ids: torch.Tensor, num_tokens: torch.Tensor
+) -> None:
+    """It is the plain one, times the score; padding has no part."""
+    scores = torch.linspace(0.1, 1, ids.numel(), device=ids.device).view(ids.shape)
+    out = hidden.new_full((*ids.shape, mlp.down.shape[1]), torch.nan)
+    multiply_few(out, hidden, mlp.down, ids, scores, num_tokens)
+    pairs = 2 * int(num_tokens)
+    for pair, expert in enumerate(ids.flatten().tolist()[:pairs]):
+        score = scores.flatten()[pair, None, None]
         expected = plain_product(hidden[pair, None], mlp, expert, score)[0]
-        torch.testing.assert_close(out[token, choice], expected, **CLOSE[x.dtype])
-    assert hidden[pairs:].isnan().all() and out[num_tokens:].isnan().all()
+        found = out.flatten(0, 1)[pair]
+        torch.testing.assert_close(found, expected, **CLOSE[out.dtype])
+    assert out[num_tokens:].isnan().all()
 
 
 @pytest.mark.parametrize(("kind", "dtype", "way", "sizes"), HALVES)
@@ -76,7 +79,10 @@ def test_each_half_is_the_plain_one(
         monkeypatch.setattr(grouped_few, "choose_few", lambda *_: WAYS[way])
     mlp = make_experts(kernel_device, kind, dtype=dtype, **sizes)
     ids = torch.tensor(IDS, dtype=torch.int32, device=kernel_device)
-    assert_halves(mlp, ids, number(4, kernel_device))
+    num_tokens = number(2, kernel_device)
+    ids[num_tokens:] = 2**30  # no expert
+    hidden = assert_first_half(mlp, ids, num_tokens)
+    assert_second_half(mlp, hidden, ids, num_tokens)
 
 
 REAL = [
@@ -89,11 +95,17 @@ REAL = [
 
 @pytest.mark.parametrize(("kind", "dtype"), REAL)
 def test_rows_may_be_long(kernel_device, kind, dtype):
-    """A warp has several tiles of columns, as in Qwen3-30B-A3B."""
-    sizes = {"count": 3, "hidden": 2048, "intermediate": 768}
-    mlp = make_experts(kernel_device, kind, dtype=dtype, **sizes)
+    """A warp has several tiles of columns, as in Qwen3-30B-A3B; rows are few here."""
     ids = torch.tensor([[1, 0]], dtype=torch.int32, device=kernel_device)
-    assert_halves(mlp, ids, number(1, kernel_device))
+    one = number(1, kernel_device)
+    options = {"count": 3, "dtype": dtype}
+    mlp = make_experts(kernel_device, kind, hidden=2048, intermediate=24, **options)
+    assert_first_half(mlp, ids, one)
+    mlp = make_experts(kernel_device, kind, hidden=40, intermediate=768, **options)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 768, generator=generator).to(kernel_device, dtype)
+    hidden[:, -1] = 9  # the largest is far behind
+    assert_second_half(mlp, hidden, ids, one)
 
 
 def test_pairs_are_sorted_where_they_share_experts():
