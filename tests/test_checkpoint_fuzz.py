@@ -217,7 +217,7 @@ def test_damaged_checkpoints(data: st.DataObject) -> None:
 @pytest.mark.slow
 @given(st.data())
 @settings(
-    max_examples=5_000,
+    max_examples=1_200,
     deadline=timedelta(seconds=5),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -319,7 +319,8 @@ def test_captured_steps_give_the_tokens_of_a_request_alone(
 def test_many_schedules_give_the_tokens_of_a_request_alone(
     tiny: Model, alone: Recompute
 ) -> None:
-    run_cases(tiny, alone, range(CASES, 600))
+    run_cases(tiny, alone, range(CASES, 120))
+    run_cases(tiny, alone, range(120, 200), drafts=True)
 
 
 @pytest.fixture(scope="module")

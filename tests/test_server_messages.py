@@ -854,6 +854,6 @@ def test_random_tokens_never_fail(large: LLM) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("part", range(1, 11))
+@pytest.mark.parametrize("part", range(1, 4))
 def test_random_tokens_never_fail_at_length(large: LLM, part: int) -> None:
     babble_through(large, 10**6 * part, 100)

@@ -951,7 +951,7 @@ def test_random_tokens_never_fail_responses(babbler: LLM) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("part", range(1, 11))
+@pytest.mark.parametrize("part", range(1, 4))
 def test_random_tokens_never_fail_responses_at_length(babbler: LLM, part: int) -> None:
     respond_to_all(babbler, 10**6 * part, 100)
 
