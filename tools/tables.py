@@ -107,12 +107,13 @@ def times(chapters: Iterable[Path]) -> str:
 
 
 MODEL, ENGINE = (5, 4, 6), (7, 8, 9)  # chapters, in the order of the shorter paths
+FIRST, SECOND = 60, 30  # minutes of the pages before the chapters, as they tell
 
 
-def hours(found: Sequence[Minutes]) -> int:
-    """To read and to write, and an hour for the first page."""
+def hours(found: Sequence[Minutes], pages: int = FIRST + SECOND) -> int:
+    """To read and to write chapters and the pages before them."""
     sums = total(found)
-    return 1 + round((sums.read + sums.write) / 60)
+    return round((pages + sums.read + sums.write) / 60)
 
 
 def ways(numbered: Sequence[Minutes]) -> tuple[list[Minutes], list[Minutes]]:
@@ -127,7 +128,8 @@ def begin(chapters: Iterable[Path]) -> str:
     weekend, week = ways(numbered)
     text = (
         "Begin with `make lab`: it opens your workbook at its first page, and there "
-        f"you write. A weekend, about {hours(weekend)} hours, is enough for the model; "
+        f"you write. A weekend, about {hours(weekend, FIRST)} hours, is enough for the "
+        "model; "
         f"a week, {hours(week)} hours, for an engine that serves many; all of it "
         f"takes about {hours(numbered)}."
     )
@@ -146,10 +148,12 @@ def paths(chapters: Iterable[Path]) -> str:
     weekend, week = ways(numbered)
     every = total(numbered)
     lines = (
-        f"**A weekend, about {hours(weekend)} hours:** this page, then {links(MODEL)}. "
-        "They are the model, and at the end text comes from functions of yours.",
-        f"**A week, about {hours(week)} hours:** then {links(ENGINE)}. Now many "
-        "requests share the model, as in any engine that serves.",
+        f"**A weekend, about {hours(weekend, FIRST)} hours:** this page, then "
+        f"{links(MODEL)}. They are the model, and at the end text comes from functions "
+        "of yours.",
+        f"**A week, about {hours(week)} hours:** then [the second page]"
+        f"(small-engine.md), half an hour, and {links(ENGINE)}. Now many requests share "
+        "the model, as in any engine that serves.",
         f"**All of it, about {hours(numbered)} hours**, and "
         f"{round(every.exercises / 60)} more for {every.tasks} exercises: chapters 1 "
         "to 3 when you want to know where tokens and weights come from, 10 to 12 when "

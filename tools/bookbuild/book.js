@@ -1,6 +1,7 @@
 // Marks what is wider than the screen, so that book.css can say that it scrolls.
 
-const WIDE = "main .checkbox-label, main .table-wrapper, main .display-math";
+const WIDE =
+  "main .checkbox-label, main .table-wrapper, main .display-math, main pre > code";
 
 function mark(element) {
   const left = element.scrollWidth - element.clientWidth - element.scrollLeft;

@@ -18,7 +18,7 @@ def whole(candidate, ours):
 
 
 def of(scheduled):
-    """The length of each work by its request's id."""
+    """The length of each chunk by its request's id."""
     return {chunk.request.request_id: chunk.length for chunk in scheduled}
 
 
@@ -28,7 +28,7 @@ def book(scheduler, scheduled):
         table = scheduler.manager.tables.get(request.request_id)
         held = 4 * len(table.groups[0]) if table is not None else 0
         assert held >= start + length, (
-            f"request {request.request_id} has work up to token {start + length} and "
+            f"request {request.request_id} has a chunk up to token {start + length} and "
             f"pages for {held}: ask `_make_room` before you plan it"
         )
     scheduler.update_after_launch(scheduled)
@@ -91,7 +91,7 @@ def check_Scheduler__make_room(candidate):
     scheduler, four = full()
     made = scheduler._make_room(four[1], 1, {0, 3})
     assert state(four) == [0, 0, 1, 0], (
-        "request 3 has work in this step and is spared: request 2 is the last "
+        "request 3 has a chunk in this step and is spared: request 2 is the last "
         f"without; preempted were {[n for n, t in enumerate(state(four)) if t]}"
     )
     scheduler, four = full()
@@ -176,7 +176,7 @@ def steps_of_the_drawing(kind):
         found = of(scheduled)
         assert sum(found.values()) <= 16, (
             f"step {step} of the drawing computes {sum(found.values())} tokens, and "
-            "the budget is 16: what a work takes is gone for those after it"
+            "the budget is 16: what a chunk takes is gone for those after it"
         )
         assert found == expected, (
             f"step {step} of the drawing is {expected}; yours is {found}"
@@ -270,8 +270,8 @@ def random_crowds(kind):
             assert sum(found.values()) <= budget, "the step is over its budget"
             for request, begin, length, samples in scheduled:
                 assert request in scheduler.running, (
-                    f"request {request.request_id} has work in this step and was "
-                    "preempted for another: note who has work, so that `_make_room` "
+                    f"request {request.request_id} has a chunk in this step and was "
+                    "preempted for another: note who has a chunk, so that `_make_room` "
                     "spares it"
                 )
                 assert length > 0, (
@@ -291,7 +291,7 @@ def random_crowds(kind):
                 )
                 held = len(manager.tables[request.request_id].groups[0])
                 assert 4 * held >= begin + length, (
-                    f"request {request.request_id} has work and no room for it in the "
+                    f"request {request.request_id} has a chunk and no room for it in the "
                     "cache"
                 )
             room = manager.free_pages
@@ -299,7 +299,7 @@ def random_crowds(kind):
                 stays = request in scheduler.running
                 assert not stays or request.request_id in found or room == 0, (
                     f"request {request.request_id} decodes, there is room, and it has "
-                    "no work: every decode gets its token in every step"
+                    "no chunk: every decode gets its token in every step"
                 )
             book(scheduler, scheduled)
         assert not scheduler.requests, f"not done after {STEPS} steps"
@@ -313,11 +313,11 @@ def check_Scheduler_update_from_output(candidate):
         scheduler = make(kind, **limits)
         requests = numbered(*sizes)
         scheduler.add(requests)
-        scheduled = make_works(scheduler)
+        scheduled = next_chunks(scheduler)
         scheduler.update_after_launch(scheduled)
         return scheduler, requests, scheduled
 
-    def make_works(scheduler):
+    def next_chunks(scheduler):
         scheduled = Scheduler.schedule(scheduler)
         assert scheduled, "the scheduler has nothing to compute"
         return scheduled
@@ -338,7 +338,7 @@ def check_Scheduler_update_from_output(candidate):
     scheduler.update_from_output(scheduled, [[12]])
     assert one.tokens == [1] * 9 and two.tokens == [2, 2, 12], (
         "request 0 computed a chunk and samples nothing: tokens has a list for each "
-        f"work that samples, and no other; {one.tokens}, {two.tokens}"
+        f"chunk that samples, and no other; {one.tokens}, {two.tokens}"
     )
 
     scheduler, (one, two), scheduled = started((3, 1), (2, 5))
@@ -369,7 +369,7 @@ def check_Scheduler_update_from_output(candidate):
     assert one.finish_reason == "abort", "a request that was aborted stays aborted"
 
     scheduler, (one,), scheduled = started((3, 9))
-    later = make_works(scheduler)
+    later = next_chunks(scheduler)
     scheduler.update_after_launch(later)  # with overlap: two steps are in the air
     scheduler.update_from_output(scheduled, [[11]])
     assert one.tokens == [1, 1, 1, 11, UNKNOWN], (
@@ -394,11 +394,11 @@ def check_Scheduler_update_from_output(candidate):
 
     scheduler, (one,) = make(kind), numbered((3, 9))
     scheduler.add([one])
-    scheduled = make_works(scheduler)
+    scheduled = next_chunks(scheduler)
     one.forced = [11, 12]
     scheduler.update_after_launch(scheduled)
     one.forced = []
-    scheduler.update_after_launch(make_works(scheduler))
+    scheduler.update_after_launch(next_chunks(scheduler))
     scheduler.update_from_output(scheduled, [[11, 12]])
     assert one.tokens == [1, 1, 1, 11, 12, UNKNOWN], (
         "two tokens were forced, so that they stood in the list already: what a step "
@@ -408,7 +408,7 @@ def check_Scheduler_update_from_output(candidate):
     scheduler, (one,) = make(kind), numbered((3, 9))
     one.stop_ids = frozenset([12])
     scheduler.add([one])
-    scheduled = make_works(scheduler)
+    scheduled = next_chunks(scheduler)
     one.forced = [11, 12, 13]
     scheduler.update_after_launch(scheduled)
     scheduler.update_from_output(scheduled, [[11, 12, 13]])

@@ -18,7 +18,7 @@ class FirstGivesWay(Scheduler):
         return True
 
 
-@wrong("Scheduler._make_room", "has work in this step and is spared")
+@wrong("Scheduler._make_room", "has a chunk in this step and is spared")
 class NobodySpared(Scheduler):
     def _make_room(self, request, length, busy):
         while not self.manager.allocate(
@@ -137,7 +137,7 @@ class BudgetNeverSpent(Schedules):
         busy.add(request.request_id)
 
 
-@wrong("Scheduler.schedule", "note who has work")
+@wrong("Scheduler.schedule", "note who has a chunk")
 class NobodyBusy(Schedules):
     def rounds(self, scheduled, busy):
         for decodes in (True, False):
