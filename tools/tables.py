@@ -152,8 +152,8 @@ def paths(chapters: Iterable[Path]) -> str:
         f"{links(MODEL)}. They are the model, and at the end text comes from functions "
         "of yours.",
         f"**A week, about {hours(week)} hours:** then [the second page]"
-        f"(small-engine.md), half an hour, and {links(ENGINE)}. Now many requests share "
-        "the model, as in any engine that serves.",
+        f"(small-engine.md), half an hour, and {links(ENGINE)}. Now many requests "
+        "share the model, as in any engine that serves.",
         f"**All of it, about {hours(numbered)} hours**, and "
         f"{round(every.exercises / 60)} more for {every.tasks} exercises: chapters 1 "
         "to 3 when you want to know where tokens and weights come from, 10 to 12 when "

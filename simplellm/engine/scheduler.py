@@ -98,7 +98,7 @@ class Scheduler(RequestQueues):
             refused, room = self._refused
             if self.running and refused == request.request_id and spare <= room:
                 return  # as little room as the last time
-            # Logprobs of a prompt need its computation: of it, nothing is looked up.
+            # Prompt logprobs exist only where the prompt is computed: look nothing up.
             tokens = request.tokens if request.prompt_logprobs is None else [0]
             request.num_computed_tokens = self.manager.add(request.request_id, tokens)
             length = self._num_new_tokens(request, budget)

@@ -28,8 +28,8 @@ def book(scheduler, scheduled):
         table = scheduler.manager.tables.get(request.request_id)
         held = 4 * len(table.groups[0]) if table is not None else 0
         assert held >= start + length, (
-            f"request {request.request_id} has a chunk up to token {start + length} and "
-            f"pages for {held}: ask `_make_room` before you plan it"
+            f"request {request.request_id} has a chunk up to token {start + length} "
+            f"and pages for {held}: ask `_make_room` before you plan it"
         )
     scheduler.update_after_launch(scheduled)
     scheduler.update_from_output(
@@ -291,8 +291,8 @@ def random_crowds(kind):
                 )
                 held = len(manager.tables[request.request_id].groups[0])
                 assert 4 * held >= begin + length, (
-                    f"request {request.request_id} has a chunk and no room for it in the "
-                    "cache"
+                    f"request {request.request_id} has a chunk and no room for it in "
+                    "the cache"
                 )
             room = manager.free_pages
             for request in decoding:
