@@ -51,7 +51,7 @@ class PageManager(PagePool):
             self.free.append(page)
             return
         self.cached[page] = None
-        # Behind the window, a page is of use only to a prefix that ends near by. Unless
+        # Behind the window, a page helps only a prefix that ends nearby. Unless
         # there was one before, it must not crowd out pages that any prefix needs.
         if behind and page not in self.kept_longer:
             self.cached.move_to_end(page, last=False)

@@ -194,8 +194,10 @@ def judge_defaults(family, expected, model_type):
             f"a config.json that leaves everything out isn't read; what do your "
             f"defaults lack? {type(error).__name__}: {error}"
         ) from None
-    for name in DEFAULTS:
-        right, yours = getattr(expected, name), getattr(found, name)
+    known = {name: getattr(expected, name) for name in DEFAULTS}
+    known["rope_theta"] = expected.rope_parameters["rope_theta"]
+    for name, right in known.items():
+        yours = getattr(found, name)
         assert yours == right, (
             f"where config.json has no {name}, transformers takes {right} for "
             f"{family.name}, and with your defaults it's {yours}"

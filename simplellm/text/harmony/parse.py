@@ -19,7 +19,7 @@ class HarmonyParser:
 
     - a header is read word by word, and words that mean nothing are passed over;
     - a header that never reaches `<|message|>` gives its remaining text as content;
-    - `<|start|>` or `<|channel|>` within a content begins the next message;
+    - `<|start|>` or `<|channel|>` within the content begins the next message;
     - other control tokens out of place, and reserved ids, are passed over.
 
     The deltas' texts add up to the messages' contents.

@@ -321,6 +321,42 @@ class EndsNowhere(Trie):
         return below(self.root) + (1 if len(self.root) == 1 else 0)
 
 
+@wrong("8.4", "from the root, one edge at a time")
+class KeepsAList:
+    """Every sequence as it came, and each compared with what is looked for."""
+
+    def __init__(self):
+        self.sequences = []
+
+    def insert(self, tokens):
+        self.sequences.append(tuple(tokens))
+
+    def match(self, tokens):
+        longest = 0
+        for sequence in self.sequences:
+            pairs = zip(sequence, tokens, strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            if same is None:
+                same = min(len(sequence), len(tokens))
+            longest = max(longest, same)
+        return longest
+
+    def edges(self):
+        trie = Trie()
+        for sequence in self.sequences:
+            trie.insert(sequence)
+        ends = set(self.sequences)
+
+        def below(node, path):
+            found = 0
+            for token, child in node.items():
+                here = (*path, token)
+                found += (here in ends or len(child) > 1) + below(child, here)
+            return found
+
+        return below(trie.root, ())
+
+
 @wrong("PageManager.allocate", "to spare")
 class CountsSparePagesAsCopies(PageManager):
     def allocate(self, sequence, length):

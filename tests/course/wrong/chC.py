@@ -221,6 +221,12 @@ def takes_mistrals_window():
     return family(defaults=known | {"sliding_window": 4096})
 
 
+@wrong("phi3", "no rope_theta")
+def takes_another_base():
+    known = COMMON | SIZES | {"rms_norm_eps": 1e-5, "sliding_window": None}
+    return family(defaults=known | {"rope_theta": 1e6})
+
+
 @wrong("phi3", "other logits")
 def takes_another_activation():
     return family(activation="geglu")
