@@ -876,6 +876,29 @@ def test_decodes_keep_their_pace_beside_a_prompt_that_ranks_before_them() -> Non
         assert scheduled[-1].request is urgent is scheduler.running[0]
 
 
+def test_decodes_keep_their_pace_beside_an_older_one_that_is_computed_again() -> None:
+    """It gave way, comes back, and ranks before them all."""
+    run = Run(
+        PageManager(1814, 16, enable_caching=False),
+        max_num_seqs=100,
+        max_num_batched_tokens=8192,
+        prefill_chunk=4096,
+    )
+    old = run.add(20_000, max_tokens=40)
+    urgent = run.add(9_000, max_tokens=40, priority=-1)
+    while urgent.finish_reason is None:
+        run.step()
+    assert old.preemptions == 1 and old in run.scheduler.waiting
+    run.add(2, samples=32, max_tokens=99)
+    assert [chunk.length for chunk in run.step()] == [4096, 1]  # 32 samples join
+    for _ in range(10):
+        assert run.scheduler.running[0] is old
+        *decodes, again = run.step()
+        assert again.request is old
+        assert 0 < again.length <= PREFILL_BESIDE_DECODES + 1
+        assert [chunk.length for chunk in decodes] == [1] * 32
+
+
 def test_a_prompt_is_alone_while_the_last_token_of_others_is_on_its_way() -> None:
     """They wait for nothing that comes with it."""
     scheduler = Scheduler(
