@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import header, parser, save
+from records import argument_parser, header, save
 
 STREAMS = 1, 8, 32
 ENGINES = "llama.cpp", "SimpleLLM", "SimpleLLM in float32"
@@ -166,7 +166,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--tokens", type=int, default=32, help="of each stream")
     options.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)

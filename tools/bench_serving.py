@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from records import header, parser, save
+from records import argument_parser, header, save
 from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.generation import ContinuousBatchingConfig
 
@@ -201,10 +201,10 @@ PARTS = {"alone": alone, "together": together}
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--only", choices=PARTS, action="append")
-    asked.add_argument("--rounds", type=int, default=3)
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     record = header("transformers") | {"threads": torch.get_num_threads()}

@@ -1,7 +1,7 @@
 """What every record of a measurement begins with, and how it is written.
 
-A script is asked for a record by --json; chapters, README and tests read it. This needs
-nothing of the package, which compare.py has from elsewhere.
+A script writes its record where --json says; chapters, README and tests read it. This
+needs nothing of the package, which compare.py has from elsewhere.
 """
 
 import argparse
@@ -22,11 +22,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def parser(docstring: str | None) -> argparse.ArgumentParser:
-    """A script's options, of which one is the same everywhere."""
-    made = argparse.ArgumentParser(description=(docstring or "").splitlines()[0])
-    made.add_argument("--json", type=Path, help="where to write the record")
-    return made
+def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
+    """A script's options, of which --json is the same everywhere."""
+    parser = argparse.ArgumentParser(description=(docstring or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to write the record")
+    return parser
 
 
 def versions(*packages: str) -> dict[str, str | None]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import header, parser, save
+from records import argument_parser, header, save
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
 from course.integrity import check_integrity
@@ -390,11 +390,11 @@ def soak(
 
 
 def main() -> int:
-    asked = parser(__doc__)
-    asked.add_argument("--minutes", type=float, default=30)
-    asked.add_argument("--threads", type=int, default=64)
-    asked.add_argument("--seed", type=int, default=0)
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--threads", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     found = soak(60 * options.minutes, options.threads, options.seed)
     save(header() | {"config": asdict(CONFIG)} | found, options.json)

@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-from records import header, parser, save
+from records import argument_parser, header, save
 from soak import FLAT, flatness, resident_mib
 
 from simplellm.apps.traffic import Outcome, Send, to_url
@@ -283,10 +283,10 @@ def soak_server(seconds: float, clients: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    asked = parser(__doc__)
-    asked.add_argument("--minutes", type=float, default=60)
-    asked.add_argument("--clients", type=int, default=32)
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=32)
+    options = parser.parse_args()
     found = soak_server(60 * options.minutes, options.clients)
     save(header() | found, options.json)
     print(json.dumps(found, indent=1))

@@ -30,7 +30,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parent / "embedded")
 
 import torch
 from problems import EVALUATED, draw, evaluation_set
-from records import header, parser, save
+from records import argument_parser, header, save
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -420,23 +420,23 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("head", type=Path, help="the folder to make")
-    asked.add_argument("--model", help="default: the embedded model")
-    asked.add_argument("--prompts", type=Path, help="a question in each line")
-    asked.add_argument("--texts", type=int, default=3000)
-    asked.add_argument("--max-tokens", type=int, default=200)
-    asked.add_argument("--minutes", type=float, default=20, help="of learning")
-    asked.add_argument("--speeds", action="store_true", help="at batch 1, too")
-    asked.add_argument("--batch", type=int, default=16, help="texts in a step of it")
-    asked.add_argument("--rate", type=float, default=2e-3)
-    asked.add_argument("--layers", default="", help="three, as in 1,3,4")
-    asked.add_argument("--heads", type=int, help="of attention, half as many of keys")
-    asked.add_argument("--head-dim", type=int)
-    asked.add_argument("--intermediate-size", type=int)
-    asked.add_argument("--device")
-    asked.add_argument("--seed", type=int, default=0)
-    args = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("head", type=Path, help="the folder to make")
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--prompts", type=Path, help="a question in each line")
+    parser.add_argument("--texts", type=int, default=3000)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=20, help="of learning")
+    parser.add_argument("--speeds", action="store_true", help="at batch 1, too")
+    parser.add_argument("--batch", type=int, default=16, help="texts in a step of it")
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--layers", default="", help="three, as in 1,3,4")
+    parser.add_argument("--heads", type=int, help="of attention, half as many of keys")
+    parser.add_argument("--head-dim", type=int)
+    parser.add_argument("--intermediate-size", type=int)
+    parser.add_argument("--device")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU
     device = name_of(find_device(args.device))

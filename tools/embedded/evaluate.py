@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import torch
 from corpus import EFFORTS, TOOL, result_message
 from problems import EVALUATED, Problem, evaluation_set
-from records import header, parser, save
+from records import argument_parser, header, save
 
 from simplellm import LLM
 from simplellm.model.machine import name_of
@@ -103,13 +103,13 @@ def show(results: dict[str, dict]) -> None:
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--model", help="default: the embedded model")
-    asked.add_argument("--problems", type=int, default=1000)
-    asked.add_argument("--efforts", default=",".join(reversed(EFFORTS)))
-    asked.add_argument("--device")
-    asked.add_argument("--dtype", choices=("float32", "bfloat16"))
-    args = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--efforts", default=",".join(reversed(EFFORTS)))
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    args = parser.parse_args()
     problems, began = evaluation_set(args.problems), time.time()
     results, wrong = {}, []
     with LLM(args.model, device=args.device, dtype=args.dtype) as llm:

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import jsonschema
 from problems import Problem, evaluation_set
-from records import header, parser, save
+from records import argument_parser, header, save
 
 from simplellm import LLM
 from simplellm.api.results import ChatOutput
@@ -117,9 +117,9 @@ def evaluate(llm: LLM, some: list[Asked], how: str, effort: str) -> dict[str, An
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--problems", type=int, default=200)
-    args = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--problems", type=int, default=200)
+    args = parser.parse_args()
     some, began = chosen(args.problems), time.time()
     results: dict[str, dict[str, Any]] = {}
     with LLM(device="cpu") as llm:

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import torch
 import triton
 import triton.language as tl
-from records import header, parser, save
+from records import argument_parser, header, save
 from torch import Tensor
 
 from simplellm.engine.graphs import record
@@ -196,11 +196,11 @@ def run_rank(folder: str, rank: int, ranks: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--ranks", type=int, default=2)
-    asked.add_argument("--rank", type=int, help="for the processes that this starts")
-    asked.add_argument("--folder")
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rank", type=int, help="for the processes that this starts")
+    parser.add_argument("--folder")
+    options = parser.parse_args()
     if options.rank is not None:
         run_rank(options.folder, options.rank, options.ranks)
         return

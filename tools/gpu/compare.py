@@ -37,7 +37,7 @@ from unittest import mock
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from records import header, parser, save
+from records import argument_parser, header, save
 
 MODELS = ("gpt-oss-120b", "gpt-oss-20b")
 EAGER = "gpt-oss-120b"  # whose step without graphs is timed
@@ -74,10 +74,10 @@ def opened(model: str, **options: Any) -> Iterator[Any]:
 
     import simplellm
 
-    if not model.startswith("gpt-oss"):
-        from speeds import write_config
+    if not model.startswith("gpt-oss"):  # old code lacks what speeds.py imports
+        from speeds import model_argument
 
-        model = str(write_config(model, Path(tempfile.mkdtemp())).parent)
+        model = model_argument(model)
     kind = simplellm.EngineConfig
     # Old code calls it share_prefixes.
     names = {field.name for field in fields(kind)}
@@ -364,23 +364,23 @@ def compare(options: argparse.Namespace, save: Callable[[list[Any]], None]) -> N
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--old", type=Path)
-    asked.add_argument("--new", type=Path)
-    asked.add_argument("--models", default=",".join(MODELS))
-    asked.add_argument("--cases", default=",".join([*CASES, "eager"]))
-    asked.add_argument("--turns", default=",".join(TURNS))
-    asked.add_argument("--turn", nargs=2, metavar=("MODEL", "CASES"))
-    asked.add_argument("--began", type=float)
-    asked.add_argument("--cold", action="store_true")
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--old", type=Path)
+    parser.add_argument("--new", type=Path)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--cases", default=",".join([*CASES, "eager"]))
+    parser.add_argument("--turns", default=",".join(TURNS))
+    parser.add_argument("--turn", nargs=2, metavar=("MODEL", "CASES"))
+    parser.add_argument("--began", type=float)
+    parser.add_argument("--cold", action="store_true")
+    options = parser.parse_args()
     if options.turn:
         model, cases = options.turn
         found = turn(model, cases.split(","), options.began, options.cold)
         print(json.dumps(found))
         return
     if not (options.old and options.new):
-        asked.error("expected --old and --new, two checkouts")
+        parser.error("expected --old and --new, two checkouts")
     record = header()
     compare(options, lambda rows: save(record | {"rows": rows}, options.json))
 

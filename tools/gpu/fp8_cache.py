@@ -18,7 +18,7 @@ from typing import Any, Literal
 sys.path.append(str(Path(__file__).parents[1]))
 
 from compare import full_steps, generate
-from records import header, parser, save
+from records import argument_parser, header, save
 from speeds import MODELS
 
 from simplellm import LLM, EngineConfig
@@ -32,8 +32,8 @@ def measure(
     shape: Mapping[str, Any], kind: Literal["auto", "fp8"], batch: int, context: int
 ) -> dict[str, Any]:
     """A row of the table."""
-    with tempfile.TemporaryDirectory() as place:
-        (Path(place) / "config.json").write_text(json.dumps(shape))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
         config = EngineConfig(
             max_num_seqs=batch,
             max_num_batched_tokens=max(8192, batch),
@@ -43,18 +43,18 @@ def measure(
             page_size=64,
             kv_cache_dtype=kind,
         )
-        with LLM(place, config, random_weights=True) as llm:
+        with LLM(folder, config, random_weights=True) as llm:
             generate(llm, batch, context, NEW)
             steps = full_steps(llm, batch)
     return {"kv_cache_dtype": kind, "step_ms": 1e3 * median(steps), "steps": len(steps)}
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--layers", type=int, default=6)
-    asked.add_argument("--batch", type=int, default=64)
-    asked.add_argument("--context", type=int, default=16_384)
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=16_384)
+    options = parser.parse_args()
     shape = MODELS["Qwen3-8B"][1] | {"num_hidden_layers": options.layers}
     shape |= {"vocab_size": VOCABULARY}
     rows = []

@@ -63,11 +63,11 @@ def measure(streams: int, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    asked.add_argument("--streams", type=int, default=256)
-    asked.add_argument("--tokens", type=int, default=400)
-    asked.add_argument("--times", type=int, default=3)
-    options = asked.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--times", type=int, default=3)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{options.streams} x {options.tokens}: microseconds a token")
     print(("{:>8}" * 3).format("engine", "text", "wall"))

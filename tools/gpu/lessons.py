@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "chapters"))
 
 import cells
 from course.checks import ch11, ch12
-from records import header, parser, save
+from records import argument_parser, header, save
 
 ROOT = Path(__file__).parents[2]
 PAGES = "11-triton-fusions", "12-full-speed"
@@ -68,7 +68,7 @@ def lessons(folder: Path) -> ModuleType:
 
 def main() -> None:
     """Race them all."""
-    options = parser(__doc__).parse_args()
+    options = argument_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = lessons(Path(folder))
         seconds = {name: race(getattr(found, name)) for name, race in RACES.items()}

@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import mean, median
@@ -23,8 +22,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from compare import full_steps, generate
-from records import header, parser, save
-from speeds import MODELS, write_config
+from records import argument_parser, header, save
+from speeds import model_argument
 
 from simplellm import LLM, EngineConfig
 
@@ -37,9 +36,6 @@ DRAWN = {"temperature": 1.0, "top_p": 0.9}
 
 def opened(model: str, ranks: int) -> LLM:
     """An LLM on so many GPUs."""
-    place: Any = model
-    if model in MODELS:
-        place = write_config(model, Path(tempfile.mkdtemp())).parent
     config = EngineConfig(
         max_num_seqs=64,
         max_num_batched_tokens=8192,
@@ -49,7 +45,7 @@ def opened(model: str, ranks: int) -> LLM:
         tensor_parallel_size=ranks,
     )
     begin = time.perf_counter()
-    llm = LLM(place, config, device=DEVICE, random_weights=True)
+    llm = LLM(model_argument(model), config, device=DEVICE, random_weights=True)
     print(f"{model}, {ranks}: {time.perf_counter() - begin:.1f} s", flush=True)
     return llm
 
@@ -133,11 +129,11 @@ def measured(model: str, ranks: int, batches: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--ranks", type=int, default=2)
-    asked.add_argument("--models", default="gpt-oss-20b,Llama-3.1-8B")
-    asked.add_argument("--batch", default="1,8,64")
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--models", default="gpt-oss-20b,Llama-3.1-8B")
+    parser.add_argument("--batch", default="1,8,64")
+    options = parser.parse_args()
     result = {**header(), "gpus": options.ranks, "rows": []}
     for model in options.models.split(","):
         batches = [int(batch) for batch in options.batch.split(",")]

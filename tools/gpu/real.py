@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 from real_weights import PROMPTS, perplexity, text_ids
-from records import header, parser, save
+from records import argument_parser, header, save
 
 from simplellm import LLM
 from simplellm.api.load import load_model
@@ -157,10 +157,10 @@ def measure(folder: Path, device: str) -> Found:
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("folder", type=Path)
-    asked.add_argument("--device", default="cuda")
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
     found = measure(options.folder, options.device)
     save(header("transformers") | found, options.json)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
-from records import header, parser, save
+from records import argument_parser, header, save
 
 from simplellm import LLM, EngineConfig
 from simplellm.server.remote.client import load_remote
@@ -49,13 +49,13 @@ def turn(llm: LLM, requests: int, prompt: int, answer: int) -> float:
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("model", nargs="?")
-    asked.add_argument("--counts", default="1,2", help="engines")
-    asked.add_argument("--batch", type=int, default=256, help="requests of each")
-    asked.add_argument("--prompt", type=int, default=128, help="tokens")
-    asked.add_argument("--answer", type=int, default=512, help="tokens")
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--counts", default="1,2", help="engines")
+    parser.add_argument("--batch", type=int, default=256, help="requests of each")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--answer", type=int, default=512, help="tokens")
+    options = parser.parse_args()
     record = {"label": "several engines behind one front", **header(), "rows": []}
     print(("{:>12}" * 4).format("engines", "requests", "tokens/s", "times one"))
     for count in map(int, options.counts.split(",")):

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from cases import random_model, small_cases
-from records import header, parser, save
+from records import argument_parser, header, save
 
 KERNELS = "embed norm rope linear experts experts_one head draw decode prefill".split()
 TOOLS = ("memcheck", "racecheck")
@@ -101,12 +101,12 @@ def table(findings: list[Finding]) -> str:
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("kernels", nargs="*", metavar="KERNEL")
-    asked.add_argument("--jobs", type=int, default=6, help="processes at a time")
-    arguments = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL")
+    parser.add_argument("--jobs", type=int, default=6, help="processes at a time")
+    arguments = parser.parse_args()
     if unknown := set(arguments.kernels) - {*KERNELS}:
-        asked.error(f"no kernel {', '.join(unknown)}; expected {', '.join(KERNELS)}")
+        parser.error(f"no kernel {', '.join(unknown)}; expected {', '.join(KERNELS)}")
     if arguments.kernels:
         run(arguments.kernels)
         return

@@ -30,8 +30,8 @@ from unittest import mock
 sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
-from records import header, parser, save
-from speeds import MODELS, write_config
+from records import argument_parser, header, save
+from speeds import model_argument
 from train_head import head_files
 
 from simplellm import EngineConfig, SamplingParams
@@ -140,9 +140,7 @@ class Run:
             cache_bytes=args.cache_bytes,
             enable_prefix_caching=False,
         ).resolved(device.type)
-        model = args.model
-        if model in MODELS:
-            model = write_config(model, folder).parent
+        model = args.model and model_argument(args.model)
         weights = model, dtype, device, model is not None, None, False
         began = time.monotonic()
         source = open_weights(*weights)
@@ -208,17 +206,17 @@ class Run:
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("model", nargs="?")
-    asked.add_argument("--batches", default="1,8,64")
-    asked.add_argument("--length", type=float, default=2.72, help="tokens of a step")
-    asked.add_argument("--prompt", type=int, default=500, help="its tokens")
-    asked.add_argument("--tokens", type=int, default=256, help="of an answer")
-    asked.add_argument("--turns", type=int, default=2)
-    asked.add_argument("--cache-bytes", type=int, default=2**32)
-    asked.add_argument("--speculative", help="default: a random head of public size")
-    asked.add_argument("--device")
-    args = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--length", type=float, default=2.72, help="tokens of a step")
+    parser.add_argument("--prompt", type=int, default=500, help="its tokens")
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--cache-bytes", type=int, default=2**32)
+    parser.add_argument("--speculative", help="default: a random head of public size")
+    parser.add_argument("--device")
+    args = parser.parse_args()
     record: dict[str, Any] = {
         "label": "random weights, synthetic acceptance",
         **header(),

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 from simplellm.apps.quantize import TARGETS, described
@@ -59,18 +59,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_config(name: str, folder: Path) -> Path:
-    """The model's config.json, in a new folder of this name in ``folder``."""
-    file = folder / name / "config.json"
-    file.parent.mkdir()
-    file.write_text(json.dumps(MODELS[name][1]))
-    return file
+def write_config(name: str, folder: str) -> Path:
+    """A new folder ``name`` in ``folder``, with the model's config.json."""
+    made = Path(folder, name)
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(MODELS[name][1]))
+    return made
+
+
+def model_argument(name: str) -> str:
+    """What `LLM` takes of a model: a folder of one of MODELS, else its own name."""
+    return str(write_config(name, mkdtemp())) if name in MODELS else name
 
 
 def config_of(name: str) -> ModelConfig:
     """The model's shapes and formats."""
-    with TemporaryDirectory() as place:
-        return read_config(write_config(name, Path(place)))
+    with TemporaryDirectory() as folder:
+        return read_config(write_config(name, folder) / "config.json")
 
 
 def measure(name: str, file: Path, seconds: float) -> str:
@@ -78,10 +83,10 @@ def measure(name: str, file: Path, seconds: float) -> str:
     command = [sys.executable, "-m", "simplellm.apps.cli", "bench", name, *BENCH]
     command += ["--json", str(file.resolve())]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with TemporaryDirectory() as place:
-        write_config(name, Path(place))
+    with TemporaryDirectory() as folder:
+        write_config(name, folder)
         try:
-            subprocess.run(command, cwd=place, env=env, timeout=seconds, check=True)
+            subprocess.run(command, cwd=folder, env=env, timeout=seconds, check=True)
         except subprocess.SubprocessError as error:
             return f"{name}: {error}"
     return ""

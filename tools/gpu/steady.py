@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from records import header, parser, save
+from records import argument_parser, header, save
 
 from simplellm import LLM, EngineConfig, SamplingParams
 from simplellm.engine.page_manager import PageManager
@@ -109,12 +109,12 @@ def steady(llm: LLM, prompt: int, answer: int, seconds: float) -> dict[str, Any]
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("model", nargs="?")
-    asked.add_argument("--shapes", default=SHAPES)
-    asked.add_argument("--seconds", type=float, default=120)
-    asked.add_argument("--most", type=int, default=1024, help="requests at once")
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--most", type=int, default=1024, help="requests at once")
+    options = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     config = EngineConfig(
         max_num_seqs=options.most,

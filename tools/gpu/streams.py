@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from records import header, parser, save
+from records import argument_parser, header, save
 from speeds import MODELS
 
 from simplellm import LLM, EngineConfig, SamplingParams
@@ -33,10 +33,10 @@ def measure(shape: dict[str, Any], streams: int, tokens: int, times: int) -> lis
     chance = random.Random(0)
     prompts = [chance.choices(range(256), k=PROMPT) for _ in range(streams)]
     config = EngineConfig(max_num_seqs=streams, max_model_len=PROMPT + tokens)
-    with tempfile.TemporaryDirectory() as place:
-        (Path(place) / "config.json").write_text(json.dumps(shape))
-        shutil.copy(EMBEDDED / "tokenizer.json", place)
-        with LLM(place, config, random_weights=True) as llm:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        shutil.copy(EMBEDDED / "tokenizer.json", folder)
+        with LLM(folder, config, random_weights=True) as llm:
             llm.generate(prompts, SamplingParams(max_tokens=8, **greedy)).result()
             found = []
             for _ in range(times):
@@ -50,11 +50,11 @@ def measure(shape: dict[str, Any], streams: int, tokens: int, times: int) -> lis
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--streams", type=int, default=256)
-    asked.add_argument("--tokens", type=int, default=400)
-    asked.add_argument("--times", type=int, default=2)
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--times", type=int, default=2)
+    options = parser.parse_args()
     vocabulary = json.loads((EMBEDDED / "config.json").read_text())["vocab_size"]
     shape = MODELS["Qwen3-0.6B"][1] | {"vocab_size": vocabulary}
     rates = measure(shape, options.streams, options.tokens, options.times)

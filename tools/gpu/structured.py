@@ -26,7 +26,7 @@ from unittest import mock
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from records import header, parser, save
+from records import argument_parser, header, save
 
 from simplellm import LLM, EngineConfig, SamplingParams
 from simplellm.base.sampling_params import StructuredOutputs
@@ -148,10 +148,10 @@ def measure(llm: LLM, strings: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--model", default="gpt-oss-120b")
-    asked.add_argument("--strings", choices=STRINGS, nargs="+", default=[*STRINGS])
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", default="gpt-oss-120b")
+    parser.add_argument("--strings", choices=STRINGS, nargs="+", default=[*STRINGS])
+    options = parser.parse_args()
     config = EngineConfig(max_num_seqs=max(BATCHES), max_model_len=1024)
     titles = "tok/s", "steps", "ITL", "name", "masks", "mean", "worst"
     with LLM(options.model, config, random_weights=True) as llm:

@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from cases import Case, Cases, random_model
-from records import header, parser, save
+from records import argument_parser, header, save
 from torch import Tensor
 
 from simplellm.checkpoint.scaled import Scaled
@@ -297,12 +297,12 @@ def tune(options: argparse.Namespace) -> Iterator[Row]:
 
 @torch.inference_mode()
 def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--model", default="gpt-oss-120b")
-    asked.add_argument("--only", help=f"some of {','.join(SIZES)}")
-    asked.add_argument("--shapes", help="some of the table's second column")
-    asked.add_argument("--variants", action="store_true", help="other tilings too")
-    options = asked.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", default="gpt-oss-120b")
+    parser.add_argument("--only", help=f"some of {','.join(SIZES)}")
+    parser.add_argument("--shapes", help="some of the table's second column")
+    parser.add_argument("--variants", action="store_true", help="other tilings too")
+    options = parser.parse_args()
     torch.manual_seed(0)
     record = header() | {"rows": []}
     for row in tune(options):
