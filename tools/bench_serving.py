@@ -82,7 +82,7 @@ def alone(rounds: int) -> Iterator[dict[str, Any]]:
 
     It is CPU time, which other programs disturb least.
     """
-    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True}
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}
     seconds: dict[str, list[float]] = {"transformers": [], "ours": []}
     said = {}
     with ours() as llm:
@@ -92,7 +92,7 @@ def alone(rounds: int) -> Iterator[dict[str, Any]]:
             "transformers": lambda: model.generate(ids, max_new_tokens=NEW)[
                 0, start:
             ].tolist(),
-            "ours": lambda: llm.generate([prompt], **asked).result()[0].token_ids,
+            "ours": lambda: llm.generate([prompt], **greedy).result()[0].token_ids,
         }
         for _ in range(rounds + 1):  # the first one warms up
             for name, way in ways.items():
@@ -143,23 +143,23 @@ def continuous(
                 results[result.request_id] = result
             elif result is None and not manager.is_running():
                 raise RuntimeError("transformers' continuous batching stopped")
-    found = [results[name] for name in names]
-    if errors := [one.error for one in found if one.error]:
+    outputs = [results[name] for name in names]
+    if errors := [one.error for one in outputs if one.error]:
         raise RuntimeError(f"transformers' continuous batching: {errors[0]}")
-    last = max(one.timestamps[-1] for one in found) - begin
-    firsts = [one.timestamps[0] - begin for one in found]
-    return Run([one.generated_tokens for one in found], last, firsts)
+    last = max(one.timestamps[-1] for one in outputs) - begin
+    firsts = [one.timestamps[0] - begin for one in outputs]
+    return Run([one.generated_tokens for one in outputs], last, firsts)
 
 
 def serve(arrivals: list[Arrival], batch: int) -> Run:
     """Every request a client that reads its own stream, all submitted at once."""
     with ours(max_num_seqs=batch) as llm:
-        found = run_traffic(to_engine(llm), arrivals)
-    if errors := [one.error for one in found if one.error]:
+        outcomes = run_traffic(to_engine(llm), arrivals)
+    if errors := [one.error for one in outcomes if one.error]:
         raise RuntimeError(f"ours: {errors[0]}")
-    last = max(one.times[-1] - one.due for one in found)
-    firsts = [one.times[0] - one.due for one in found]
-    return Run([one.tokens for one in found], last, firsts)
+    last = max(one.times[-1] - one.due for one in outcomes)
+    firsts = [one.times[0] - one.due for one in outcomes]
+    return Run([one.tokens for one in outcomes], last, firsts)
 
 
 def best_in_turns(ways: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, Run]:

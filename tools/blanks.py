@@ -97,13 +97,13 @@ class Blank(NamedTuple):
         return f"{lines}, {self.minutes} minutes"
 
 
-def blanks_of(chapter: str, found: list[Cell]) -> list[Blank]:
+def blanks_of(chapter: str, contents: list[Cell]) -> list[Blank]:
     """The blanks of one chapter of the course, in order."""
     stubs: dict[str, str] = {}
     kept: dict[str, str] = {}
     modules: dict[str, str] = {}
     default = ""
-    for cell in found:
+    for cell in contents:
         directives = cell.directives()
         default = directives.get("default_exp", default)
         if name := directives.get("blank", ""):
@@ -141,14 +141,14 @@ def same(one: str, other: str) -> bool:
     return next(lines) == next(lines)
 
 
-def written(blank: Blank, found: list[Cell]) -> str:
+def written(blank: Blank, contents: list[Cell]) -> str:
     """What a reader's chapter has in the place of ``blank``; "" if it is the stub.
 
     A reader may have deleted the directive: then it is the cell before the check that
     defines the name.
     """
     before: list[Cell] = []
-    for cell in found:
+    for cell in contents:
         if cell.directives().get("blank") == blank.name:
             return "" if same(cell.body, blank.stub) else cell.body
         if cell.checks == blank.name:
@@ -190,34 +190,34 @@ def bindings(source: str, whole: bool = True) -> dict[str, str]:
 
     Not ``whole``: only by statements that compute nothing.
     """
-    found: dict[str, str] = {}
+    defined: dict[str, str] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 code = f"import {ast.unparse(alias)}"
                 if isinstance(node, ast.ImportFrom):
                     code = f"from {'.' * node.level}{node.module or ''} {code}"
-                found[(alias.asname or alias.name).partition(".")[0]] = code
+                defined[(alias.asname or alias.name).partition(".")[0]] = code
         elif isinstance(node, Definition):
-            found[node.name] = text_of(node, source)
+            defined[node.name] = text_of(node, source)
         elif whole or is_definition(node):
             for part in ast.walk(node):
                 if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    found[part.id] = text_of(node, source)
-    return found
+                    defined[part.id] = text_of(node, source)
+    return defined
 
 
 def used(source: str) -> set[str]:
     """The names that ``source`` reads from the module it stands in."""
-    found: set[str] = set()
+    names: set[str] = set()
     waiting = [compile(source, "", "exec")]
     while waiting:
         code = waiting.pop()
         waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                found.add(str(step.argval))
-    return found
+                names.add(str(step.argval))
+    return names
 
 
 # The verdicts
@@ -235,19 +235,19 @@ class Result(NamedTuple):
         return self.name
 
 
-def saved(folder: Path, chapter: str, asked: list[Blank]) -> Path | None:
+def saved(folder: Path, chapter: str, blanks: list[Blank]) -> Path | None:
     """The file that a reader writes ``chapter`` in: the newest that has changes."""
     paths = [folder / f"{chapter}{end}" for end in (".md", ".ipynb")]
-    found = sorted(
+    newest_first = sorted(
         (path for path in paths if path.exists()),
         key=lambda path: path.stat().st_mtime,
         reverse=True,
     )
-    for path in found:
+    for path in newest_first:
         contents = cells.read(path)
-        if any(written(blank, contents) for blank in asked):
+        if any(written(blank, contents) for blank in blanks):
             return path
-    return found[0] if found else None
+    return newest_first[0] if newest_first else None
 
 
 def has_gpu() -> bool:
@@ -263,10 +263,10 @@ def environment(*folders: Path, kernels: bool = False) -> dict[str, str]:
     return os.environ | added
 
 
-def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
+def judge_chapter(path: Path, blanks: list[Blank]) -> Iterator[Result]:
     """The results of one chapter, from processes that a reader's code may end."""
-    chapter = asked[0].chapter
-    kernels = any(blank.is_kernel for blank in asked)
+    chapter = blanks[0].chapter
+    kernels = any(blank.is_kernel for blank in blanks)
     ended: dict[str, str] = {}  # by blank: how it ended its process
     while True:
         command = [sys.executable, str(HERE / "blanks.py"), str(path), chapter, *ended]
@@ -276,24 +276,24 @@ def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
                 env=environment(kernels=kernels),
                 capture_output=True,
                 text=True,
-                timeout=SECONDS * len(asked),
+                timeout=SECONDS * len(blanks),
             )
             last = done.stderr.strip().rpartition("\n")[2]
             status = f"ends the process with {done.returncode} {last}".rstrip()
             printed = done.stdout
         except subprocess.TimeoutExpired as error:
-            told = error.stdout or b""
-            printed = told.decode() if isinstance(told, bytes) else told
+            output = error.stdout or b""
+            printed = output.decode() if isinstance(output, bytes) else output
             status = f"is not done after {error.timeout:.0f} s"
         lines = [json.loads(s) for s in printed.splitlines() if s.startswith("{")]
         results = {line["name"]: line for line in lines if "name" in line}
-        if len(results) == len(asked):
+        if len(results) == len(blanks):
             break
         started = [line["start"] for line in lines if "start" in line]
         if not started or started[-1] in ended:
             raise WorkbookError(f"{path} cannot be judged: {done.stderr[-2000:]}")
         ended[started[-1]] = f"{started[-1]}: {status}"
-    for blank in asked:
+    for blank in blanks:
         line = results[blank.name]
         if blank.name in ended:
             yield Result(blank.name, chapter, "wrong", ended[blank.name])
@@ -301,24 +301,26 @@ def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
             yield Result(blank.name, chapter, line["verdict"], line["message"])
 
 
-def judged(folder: Path, asked: list[Blank]) -> list[Result]:
-    """What became of ``asked``, the blanks of one chapter, in a reader's folder.
+def judged(folder: Path, blanks: list[Blank]) -> list[Result]:
+    """What became of ``blanks``, the blanks of one chapter, in a reader's folder.
 
     A chapter whose code has been judged before is not judged again.
     """
-    chapter = asked[0].chapter
-    path = saved(folder, chapter, asked)
+    chapter = blanks[0].chapter
+    path = saved(folder, chapter, blanks)
     contents = cells.read(path) if path else []
-    told = "not written yet"
-    if any(blank.is_kernel for blank in asked) and not find_spec("triton"):
-        told, path = "cannot be checked here: Triton is not installed", None
-    if path is None or not any(written(blank, contents) for blank in asked):
-        return [Result(b.name, chapter, "missing", f"{b.name}: {told}") for b in asked]
+    reason = "not written yet"
+    if any(blank.is_kernel for blank in blanks) and not find_spec("triton"):
+        reason, path = "cannot be checked here: Triton is not installed", None
+    if path is None or not any(written(blank, contents) for blank in blanks):
+        return [
+            Result(b.name, chapter, "missing", f"{b.name}: {reason}") for b in blanks
+        ]
     # Not in the reader's folder, where somebody who is graded could write it.
     cache = CACHE / f"{chapter}-{fingerprint(chapter, contents)}.json"
     if cache.exists():
         return [Result(*kept) for kept in json.loads(cache.read_text("utf-8"))]
-    results = [*judge_chapter(path, asked)]
+    results = [*judge_chapter(path, blanks)]
     if not any("not done after" in result.message for result in results):
         cache.parent.mkdir(parents=True, exist_ok=True)
         cache.write_text(json.dumps(results), encoding="utf-8")
@@ -337,13 +339,13 @@ def fingerprint(chapter: str, contents: list[Cell]) -> str:
 def machinery() -> str:
     """A hash of what judges any chapter."""
     about = platform.python_version(), torch.__version__, has_gpu()
-    found = hashlib.sha256(f"{about}".encode())
+    digest = hashlib.sha256(f"{about}".encode())
     for folder in (CHAPTERS / "course", ROOT / "simplellm"):
         for path in sorted(folder.rglob("*.py")):
-            found.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+            digest.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     for name in ("blanks.py", "cells.py"):
-        found.update((HERE / name).read_bytes())
-    return found.hexdigest()
+        digest.update((HERE / name).read_bytes())
+    return digest.hexdigest()
 
 
 # In a process of its own
@@ -387,27 +389,27 @@ def provide(source: str, before: list[Cell], names: dict[str, Any]) -> None:
 def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, str]]:
     """The verdict on each blank of a reader's ``chapter``, a "start" before each."""
     ours = cells.cells(committed(CHAPTERS / f"{chapter}.md"))
-    asked = {blank.name: blank for blank in blanks_of(chapter, ours)}
-    found = cells.read(path)
+    remaining = {blank.name: blank for blank in blanks_of(chapter, ours)}
+    contents = cells.read(path)
     names: dict[str, Any] = {"__name__": "__main__"}
-    for blank in asked.values():
+    for blank in remaining.values():
         if blank.module:
             names |= vars(importlib.import_module(blank.module)) | names
-    sources = {name: written(blank, found) for name, blank in asked.items()}
-    for number, cell in enumerate(found):
+    sources = {name: written(blank, contents) for name, blank in remaining.items()}
+    for number, cell in enumerate(contents):
         own = [name for name in sources if sources[name] and sources[name] == cell.body]
         name = cell.directives().get("blank", own[0] if own else "")
-        if name not in asked:
+        if name not in remaining:
             if not cell.checks:
                 define(cell, f"{path.name}, cell {number}", names)
             continue
-        blank, source = asked.pop(name), sources.pop(name)
+        blank, source = remaining.pop(name), sources.pop(name)
         verdict, message = "missing", f"{name}: not written yet"
         before = names.get(blank.root)
         if source and name not in skipped:
             yield {"start": name}
             with contextlib.suppress(SyntaxError):
-                provide(source, found[:number], names)
+                provide(source, contents[:number], names)
             verdict, message = tried(blank, source, names)
         if verdict != "right":
             if before is not None:
@@ -415,7 +417,7 @@ def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, st
             with contextlib.suppress(Exception):
                 run(blank.kept, f"our {name}", names)
         yield {"name": name, "verdict": verdict, "message": message}
-    for name in asked:
+    for name in remaining:
         message = f"{name}: not written yet; its cell is gone"
         yield {"name": name, "verdict": "missing", "message": message}
 

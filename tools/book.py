@@ -132,8 +132,8 @@ def bring_along(root: Path) -> None:
     if images.exists():
         shutil.copytree(images, book, dirs_exist_ok=True)
     for path in book.glob("*.html"):
-        found = parse(path)
-        for link in (*found.links, *(source for source, _ in found.images)):
+        page = parse(path)
+        for link in (*page.links, *(source for source, _ in page.images)):
             name = link.partition("#")[0]
             source, target = root / name, book / name
             if not target.exists() and source.is_file():

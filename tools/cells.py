@@ -42,13 +42,13 @@ class Cell(NamedTuple):
 
     def directives(self) -> dict[str, str]:
         """The argument of each leading ``#|`` line by its first word."""
-        found = {}
+        directives = {}
         for line in self.source.splitlines():
             if not line.startswith("#|"):
                 break
             word, _, argument = line.removeprefix("#|").strip().partition(" ")
-            found[word] = argument.strip()
-        return found
+            directives[word] = argument.strip()
+        return directives
 
     @property
     def body(self) -> str:
@@ -82,8 +82,8 @@ class Step(NamedTuple):
 
 def chapter_files(folder: Path) -> list[Path]:
     """The numbered chapters in ``folder``, then the appendices a-….md and on."""
-    found = [path for path in folder.glob("*.md") if CHAPTER.fullmatch(path.stem)]
-    return sorted(found, key=lambda path: (not path.name[0].isdigit(), path.name))
+    paths = [path for path in folder.glob("*.md") if CHAPTER.fullmatch(path.stem)]
+    return sorted(paths, key=lambda path: (not path.name[0].isdigit(), path.name))
 
 
 def number_of(chapter: Path) -> str:
@@ -94,13 +94,13 @@ def number_of(chapter: Path) -> str:
 def cells(text: str) -> list[Cell]:
     """The Python cells of a chapter in Markdown, in order."""
     regions = [match.span() for match in REGION.finditer(text)]
-    found = []
+    result = []
     for match in FENCE.finditer(text):
         options = (match["options"] or "").strip()
         if options != ".noeval":
             folded = any(start < match.start() < end for start, end in regions)
-            found.append(Cell(match["code"], options, folded))
-    return found
+            result.append(Cell(match["code"], options, folded))
+    return result
 
 
 def committed(page: Path) -> str:
@@ -123,15 +123,15 @@ def read(path: Path) -> list[Cell]:
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         return cells(text)
-    found = []
+    result = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code":
             tags = cell["metadata"].get("tags", [])
-            found.append(Cell(source, json.dumps(tags)))
+            result.append(Cell(source, json.dumps(tags)))
         else:
-            found += cells(source)
-    return found
+            result += cells(source)
+    return result
 
 
 def reading_minutes(text: str) -> float:
@@ -148,10 +148,10 @@ def reading_minutes(text: str) -> float:
     return len(words) / WORDS + len(lines) / LINES
 
 
-def solutions(found: list[Cell]) -> dict[str, str]:
+def solutions(contents: list[Cell]) -> dict[str, str]:
     """The code of each exercise's folded solution by the exercise's number."""
     solved: dict[str, str] = defaultdict(str)
-    for cell in found:
+    for cell in contents:
         if cell.folded and (name := cell.directives().get("solution")):
             solved[name] += cell.source
     return solved
@@ -164,9 +164,9 @@ def steps(text: str) -> Iterator[Step]:
     its solution and the check again; a blank's check is repeated behind the last cell
     of its kept version.
     """
-    found = cells(text)
-    solved = solutions(found)
-    running = [cell for cell in found if not cell.folded]
+    contents = cells(text)
+    solved = solutions(contents)
+    running = [cell for cell in contents if not cell.folded]
     last = {
         name: number
         for number, cell in enumerate(running)

@@ -126,13 +126,13 @@ def ruff(root: Path, path: str, source: str, *arguments: str) -> str:
 
 def exported_names(modules: dict[str, list[Cell]]) -> dict[tuple[str, str], str]:
     """The module of each name that a chapter exports, by the chapter and the name."""
-    found = {}
+    names = {}
     for path, cells in modules.items():
         for cell in cells:
             for node in parse(cell).body:
                 for name in defined_names(node):
-                    found[cell.chapter, name] = path
-    return found
+                    names[cell.chapter, name] = path
+    return names
 
 
 def undefined(root: Path, path: str, source: str) -> list[tuple[str, int, str]]:

@@ -68,13 +68,13 @@ def points(report: dict[str, Any], vllm: dict[str, Any]) -> list[Point]:
         for row in vllm["decode"]
         if row["model"] == model
     }
-    found = []
+    result = []
     for row in report["decode"]:
         if row["batch"] in theirs:
             speed, limit = theirs[row["batch"]]
             ours = row["tokens_per_second"]
-            found.append(Point(row["batch"], ours, speed, row["limit"], limit))
-    return found
+            result.append(Point(row["batch"], ours, speed, row["limit"], limit))
+    return result
 
 
 def prefill(report: dict[str, Any], vllm: dict[str, Any]) -> Point:
@@ -90,13 +90,13 @@ def first_token(report: dict[str, Any], vllm: dict[str, Any]) -> tuple[float, st
     """To the first token after one prompt: this engine's milliseconds, vLLM's cell."""
     (row,) = (r for r in vllm["ttft_ms"] if r["model"] == report["model"])
     other = row["vllm"] != version(report["model"], vllm)
-    told = f"{row['best']:.0f} ms" + f" ({row['vllm']})" * other
+    text = f"{row['best']:.0f} ms" + f" ({row['vllm']})" * other
     (ours,) = (
         r
         for r in report["prefill"]
         if (r["batch"], r["input_len"]) == (1, row["input_len"])
     )
-    return ours["ttft_ms"], told
+    return ours["ttft_ms"], text
 
 
 def version(model: str, vllm: dict[str, Any]) -> str:
@@ -249,8 +249,8 @@ def load(figures: Path) -> tuple[list[str], list[list[str]], str]:
     ours = {name: median(turn[name] for turn in turns) for name in vllm["found"]}
     engines = {"**SimpleLLM**": ours, f"vLLM {vllm['vllm']}": vllm["found"]}
 
-    def cell(found: dict[str, float], names: Sequence[str]) -> str:
-        values = [found[name] for name in names if name in found]
+    def cell(figures: dict[str, float], names: Sequence[str]) -> str:
+        values = [figures[name] for name in names if name in figures]
         return " / ".join(f"{x:,.{int(x < 10)}f}" for x in values)
 
     lines = [
@@ -295,15 +295,15 @@ def draw(figures: Path) -> None:
     vllm = read(figures, "vllm-h200")
     fig, axes = plt.subplots(1, 2, figsize=(7, 3.2), sharey=True)
     for ax, (model, name) in zip(axes, RECORDS.items(), strict=True):
-        found = points(read(figures, name), vllm)
-        places = range(len(found))
+        drawn = points(read(figures, name), vllm)
+        places = range(len(drawn))
         for side, whose, label in (
             (-0.2, "ours", "this engine"),
             (0.2, "vllm", "vLLM"),
         ):
-            shares = [p.share(whose) for p in found]
+            shares = [p.share(whose) for p in drawn]
             ax.bar([x + side for x in places], shares, 0.38, label=label)
-        ax.set_xticks(places, [str(p.batch) for p in found])
+        ax.set_xticks(places, [str(p.batch) for p in drawn])
         ax.set(title=model, xlabel="batch size", ylim=(0, 100))
     axes[0].set_ylabel("% of the GPU's limit")
     axes[0].legend(loc="upper left", ncols=2)

@@ -32,13 +32,13 @@ def defined_names(node: ast.stmt) -> list[str]:
             overload = any("overload" in ast.unparse(d) for d in node.decorator_list)
             return [] if overload else [node.name]
         case ast.Assign(targets=targets):
-            found = [n for target in targets for n in ast.walk(target)]
+            nodes = [n for target in targets for n in ast.walk(target)]
         case ast.AnnAssign(target=ast.Name() as target):
-            found = [target]
+            nodes = [target]
         case _:
             return []
     return [
-        n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     ]
 
 

@@ -120,10 +120,13 @@ def marked(text: str) -> Iterator[Marked]:
                 continue
             pattern = re.escape(words).replace(r"\ ", r"\s+")
             pattern = rf"(?<![\w.,-]){pattern}(?!\w|[.,]\d)"
-            found = [*re.compile(pattern).finditer(text, begin, end)]
-            if len(found) != 1:
-                raise ValueError(f"{len(found)} of {words!r} in {text[begin:end]!r}")
-            for start, part in ((found[0].start(), found[0][0]), (row.start(), row[0])):
+            matches = [*re.compile(pattern).finditer(text, begin, end)]
+            if len(matches) != 1:
+                raise ValueError(f"{len(matches)} of {words!r} in {text[begin:end]!r}")
+            for start, part in (
+                (matches[0].start(), matches[0][0]),
+                (row.start(), row[0]),
+            ):
                 number = [*NUMBER.finditer(part.split(" = ")[0])][-1]
                 yield Marked(start + number.start(), number[0], expression, names)
 

@@ -247,8 +247,8 @@ def ask(folder: Path, results: list[Result], prompt: str) -> None:
             print(f"{result.message}\n  The engine uses ours.")
     chapters: dict[str, list[Cell]] = {}
     for name in {blank.chapter for blank in right}:
-        asked = [blank for blank in blanks.values() if blank.chapter == name]
-        path = saved(folder, name, asked)
+        chapter_blanks = [blank for blank in blanks.values() if blank.chapter == name]
+        path = saved(folder, name, chapter_blanks)
         chapters[name] = cells.read(path) if path else []
     parts = [
         Part(blank, written(blank, chapters[blank.chapter]), chapters[blank.chapter])
@@ -300,8 +300,8 @@ def fit(right: list[Blank]) -> list[Blank]:
 
 
 def tell(what: str, names: Iterable[str]) -> None:
-    if told := ", ".join(names):
-        print(textwrap.fill(f"{what}: {told}", course.WIDTH))
+    if text := ", ".join(names):
+        print(textwrap.fill(f"{what}: {text}", course.WIDTH))
 
 
 # In the process that imports the copy
@@ -317,14 +317,14 @@ def code_of(blank: Blank) -> CodeType | None:
 def recheck(names: list[str]) -> dict[str, str]:
     """What the checks say of ``names`` in the package that this process imports."""
     blanks = {blank.name: blank for blank in course_blanks()}
-    told: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name in names:
         try:
             thing = getattr(import_module(blanks[name].module), blanks[name].root)
             course.judge(name, thing)
         except Exception as error:
-            told[name] = str(error)
-    return told
+            reasons[name] = str(error)
+    return reasons
 
 
 def answer(

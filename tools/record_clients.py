@@ -71,13 +71,15 @@ def name_of(pin: str) -> str:
 
 def installed() -> dict[str, str]:
     """The versions of the packages in build/agents."""
-    found = {}
+    versions = {}
     for name in map(name_of, NPM):
         file = PLACE / "node_modules" / name / "package.json"
         if file.exists():
-            found[name] = json.loads(file.read_text("utf-8"))["version"]
+            versions[name] = json.loads(file.read_text("utf-8"))["version"]
     libraries = map(str, VENV.glob("lib/python3.*/site-packages"))
-    return found | {one.name: one.version for one in distributions(path=[*libraries])}
+    return versions | {
+        one.name: one.version for one in distributions(path=[*libraries])
+    }
 
 
 def run_tests(report: Path) -> None:
@@ -90,14 +92,14 @@ def run_tests(report: Path) -> None:
 def summarize(report: Path) -> list[dict[str, object]]:
     """Each client once, in the order of the tests, with all that ran of it."""
     clients: dict[str, dict[str, set[str]]] = {}
-    for _, found in passed(report):
+    for _, properties in passed(report):
         new: dict[str, set[str]] = {"packages": set(), "paths": set()}
-        client = clients.setdefault(found["client"], new)
-        client["packages"].update(found["packages"].split(", "))
-        client["paths"].update(found["paths"].split())
+        client = clients.setdefault(properties["client"], new)
+        client["packages"].update(properties["packages"].split(", "))
+        client["paths"].update(properties["paths"].split())
     return [
-        {"client": name, **{key: sorted(value) for key, value in found.items()}}
-        for name, found in clients.items()
+        {"client": name, **{key: sorted(value) for key, value in properties.items()}}
+        for name, properties in clients.items()
     ]
 
 

@@ -44,31 +44,33 @@ def passed(report: Path) -> Iterator[tuple[str, Found]]:
     """The name of each test that ran, and the properties that it recorded."""
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is None:
-            found = {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
-            yield case.attrib["name"].partition("[")[0], found
+            properties = {
+                p.attrib["name"]: p.attrib["value"] for p in case.iter("property")
+            }
+            yield case.attrib["name"].partition("[")[0], properties
 
 
 def summarize(report: Path) -> tuple[dict[str, Found], dict[str, Found]]:
     """What was found of each family, and of each kind of chat."""
     families: dict[str, Found] = {}
     chats: dict[str, Found] = {}
-    for test, found in passed(report):
-        if "kind" in found:
+    for test, properties in passed(report):
+        if "kind" in properties:
             none = {"rendered": 0, "calls_read": 0, "answers_that_fit": 0}
-            kind = chats.setdefault(found["kind"], none)
+            kind = chats.setdefault(properties["kind"], none)
             kind["rendered"] += test.startswith("test_chats")
             kind["answers_that_fit"] += test.startswith("test_answers")
-            kind["calls_read"] += int(found.get("calls", 0))
+            kind["calls_read"] += int(properties.get("calls", 0))
             continue
         new: Found = {"checkpoints": 0, "worst_error": 0.0, "mistakes_noticed": 0}
-        family = families.setdefault(found["family"], {**new, "formats": []})
+        family = families.setdefault(properties["family"], {**new, "formats": []})
         if test == "test_fails_with_a_mistake":
             family["mistakes_noticed"] += 1
-        elif "error" in found:
+        elif "error" in properties:
             family["checkpoints"] += 1
-            worst = max(family["worst_error"], float(found["error"]))
+            worst = max(family["worst_error"], float(properties["error"]))
             family["worst_error"] = worst
-        if (form := found.get("format")) and form not in family["formats"]:
+        if (form := properties.get("format")) and form not in family["formats"]:
             family["formats"].append(form)
     return families, chats
 

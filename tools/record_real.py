@@ -55,30 +55,30 @@ def summarize(reports: Iterable[Path]) -> list[dict[str, Any]]:
     """What was found of each model."""
     models: dict[str, dict[str, Any]] = {}
     for report in reports:
-        for _, found in passed(report):
-            if name := found.pop("model", None):
-                models.setdefault(name, {"model": name}).update(found)
+        for _, properties in passed(report):
+            if name := properties.pop("model", None):
+                models.setdefault(name, {"model": name}).update(properties)
     return [*models.values()]
 
 
-def row(found: dict[str, Any], where: str) -> dict[str, Any]:
+def row(properties: dict[str, Any], where: str) -> dict[str, Any]:
     """A row of the page's table."""
     formats = {
         name.removeprefix("perplexity_"): float(value)
-        for name, value in found.items()
+        for name, value in properties.items()
         if name.startswith("perplexity_")
     }
     own = formats.pop("stored")
     rounded = ", ".join(f"{x:.2f} as {form.upper()}" for form, x in formats.items())
-    error = float(found["worst_error"])
+    error = float(properties["worst_error"])
     return {
-        "model": found["model"],
-        "license": found["license"],
-        "format": found["format"],
+        "model": properties["model"],
+        "license": properties["license"],
+        "format": properties["format"],
         "where": where,
-        "tokens_per_second": float(found.get("tokens_per_second", 0)) or None,
-        "compared": f"logits of {found['tokens']} tokens within {error:.0e} of "
-        f"transformers', {found['greedy']} greedy texts equal; perplexity of "
+        "tokens_per_second": float(properties.get("tokens_per_second", 0)) or None,
+        "compared": f"logits of {properties['tokens']} tokens within {error:.0e} of "
+        f"transformers', {properties['greedy']} greedy texts equal; perplexity of "
         f"{PERPLEXITY_TOKENS} tokens {own:.2f}, {rounded}",
         "perplexity": {"stored": own, **formats},
         "worst_error": error,
@@ -94,9 +94,9 @@ def main(arguments: list[str]) -> None:
         if not reports:
             reports = [Path(folder) / "report.xml"]
             run_tests(reports[0])
-        found = summarize(reports)
+        models = summarize(reports)
     about = header("transformers", "gguf")
-    rows = [row(one, about.get("gpu") or about["machine"]) for one in found]
+    rows = [row(one, about.get("gpu") or about["machine"]) for one in models]
     save({**about, "rows": rows}, RECORD)
 
 

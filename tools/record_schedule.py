@@ -40,7 +40,7 @@ ENGINES = {
 def play(model: Model, config: EngineConfig) -> list[dict[str, Any]]:
     """Of each request when it came and its works: step, kind, number of tokens."""
     engine = build_engine(model, config.resolved("cpu"))
-    launch, step, asked = engine.runner.launch, 0, 0
+    launch, step, submitted = engine.runner.launch, 0, 0
     rows: list[dict[str, Any]] = [
         {"arrival": each[0], "works": []} for each in REQUESTS
     ]
@@ -58,13 +58,13 @@ def play(model: Model, config: EngineConfig) -> list[dict[str, Any]]:
         return launch(scheduled)
 
     with patch.object(engine.runner, "launch", noted):
-        while asked < len(REQUESTS) or engine.scheduler.requests:
-            while asked < len(REQUESTS) and REQUESTS[asked][0] <= step:
-                _, length, most = REQUESTS[asked]
-                prompt = [(7 * asked + n) % 900 for n in range(length)]
+        while submitted < len(REQUESTS) or engine.scheduler.requests:
+            while submitted < len(REQUESTS) and REQUESTS[submitted][0] <= step:
+                _, length, most = REQUESTS[submitted]
+                prompt = [(7 * submitted + n) % 900 for n in range(length)]
                 params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-                engine.submit([Request(prompt, most, params, request_id=asked)])
-                asked += 1
+                engine.submit([Request(prompt, most, params, request_id=submitted)])
+                submitted += 1
             engine.step()
             step += 1
     return rows

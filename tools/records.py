@@ -31,25 +31,25 @@ def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
 
 def versions(*packages: str) -> dict[str, str | None]:
     """Those that decide how fast something is, and of ``packages``."""
-    found: dict[str, str | None] = {name: version(name) for name in packages}
-    found |= {"python": platform.python_version(), "torch": torch.__version__}
-    found["cuda"] = torch.version.cuda  # None where PyTorch has no CUDA
+    numbers: dict[str, str | None] = {name: version(name) for name in packages}
+    numbers |= {"python": platform.python_version(), "torch": torch.__version__}
+    numbers["cuda"] = torch.version.cuda  # None where PyTorch has no CUDA
     with suppress(ImportError):
         from triton import __version__ as triton
 
-        found["triton"] = triton
-    return found
+        numbers["triton"] = triton
+    return numbers
 
 
 def header(*packages: str) -> dict[str, Any]:
     """The day, the GPU or the machine, all versions, and the command that runs."""
     script = Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix()
-    place = {"machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    where = {"machine": f"{platform.machine()}, {os.cpu_count()} cores"}
     if torch.cuda.is_available():
-        place = {"gpu": torch.cuda.get_device_name()}
+        where = {"gpu": torch.cuda.get_device_name()}
     return {
         "date": date.today().isoformat(),
-        **place,
+        **where,
         "versions": versions(*packages),
         "command": shlex.join(["python", script, *sys.argv[1:]]),
     }

@@ -319,12 +319,12 @@ def find_leaks(
     while threading.active_count() > threads_before and time.monotonic() < limit:
         time.sleep(0.05)
     left["threads"] = max(0, threading.active_count() - threads_before)
-    found = [f"{name}: {count}" for name, count in left.items() if count]
+    leaks = [f"{name}: {count}" for name, count in left.items() if count]
     try:
         check_integrity(engine.scheduler.manager)
     except AssertionError as error:
-        found.append(f"the cache's books are wrong: {error}")
-    return found + ledger.wrong
+        leaks.append(f"the cache's books are wrong: {error}")
+    return leaks + ledger.wrong
 
 
 def flatness(samples: list[float]) -> dict[str, float]:
@@ -396,10 +396,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = soak(60 * options.minutes, options.threads, options.seed)
-    save(header() | {"config": asdict(CONFIG)} | found, options.json)
-    print(json.dumps(found, indent=1))
-    return int(bool(found["wrong"]))
+    record = soak(60 * options.minutes, options.threads, options.seed)
+    save(header() | {"config": asdict(CONFIG)} | record, options.json)
+    print(json.dumps(record, indent=1))
+    return int(bool(record["wrong"]))
 
 
 if __name__ == "__main__":

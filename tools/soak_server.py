@@ -120,12 +120,12 @@ def compare(
     before: dict[str, float], after: dict[str, float], growth: float
 ) -> list[str]:
     """What a server holds that it should not."""
-    found = [
+    leaks = [
         f"{name}: {after[name]}, and {before[name]} before"
         for name in ("files", "threads")
         if after[name] > before[name]
     ]
-    return found + [f"memory grew by {growth:.1%}"] * (growth > FLAT)
+    return leaks + [f"memory grew by {growth:.1%}"] * (growth > FLAT)
 
 
 class Client:
@@ -203,10 +203,11 @@ class Client:
         headers = {"content-type": "application/json"}
         try:
             async with self.session.post(path, data=data, headers=headers) as response:
-                found = response.status
+                answered = response.status
         except aiohttp.ClientOSError:  # it was refused before all of it was sent
-            found = 413 if status == 413 else 0
-        return "ok: bad" if found == status else f"{path}: {found}, not {status}"
+            answered = 413 if status == 413 else 0
+        right = answered == status
+        return "ok: bad" if right else f"{path}: {answered}, not {status}"
 
     async def half(self) -> str:
         """Send half a request and leave."""
@@ -287,10 +288,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=32)
     options = parser.parse_args()
-    found = soak_server(60 * options.minutes, options.clients)
-    save(header() | found, options.json)
-    print(json.dumps(found, indent=1))
-    return int(bool(found["wrong"]))
+    record = soak_server(60 * options.minutes, options.clients)
+    save(header() | record, options.json)
+    print(json.dumps(record, indent=1))
+    return int(bool(record["wrong"]))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Minutes(NamedTuple):
 
 def minutes(chapters: Iterable[Path]) -> list[Minutes]:
     """What the heads and the exercises of ``chapters`` say."""
-    found = []
+    rows = []
     for path in chapters:
         text = path.read_text(encoding="utf-8")
         title, reading = TITLE.match(text), READING.search(text)
@@ -66,8 +66,8 @@ def minutes(chapters: Iterable[Path]) -> list[Minutes]:
         link = f"[{number_of(path)}. {title[1]}]({path.name})"
         exercises = [*map(int, EXERCISE.findall(text))]
         read, write = map(int, reading.groups())
-        found.append(Minutes(link, read, write, sum(exercises), len(exercises)))
-    return found
+        rows.append(Minutes(link, read, write, sum(exercises), len(exercises)))
+    return rows
 
 
 def duration(minutes: int) -> str:
@@ -80,16 +80,16 @@ def duration(minutes: int) -> str:
     return f"{hours} h {rest:02}"
 
 
-def total(found: Sequence[Minutes]) -> Minutes:
+def total(rows: Sequence[Minutes]) -> Minutes:
     """The sum of what several chapters take."""
-    sums = [sum(column) for column in zip(*(m[1:] for m in found), strict=True)]
+    sums = [sum(column) for column in zip(*(m[1:] for m in rows), strict=True)]
     return Minutes("all", *sums)
 
 
-def with_sum(found: list[Minutes]) -> list[Minutes]:
+def with_sum(rows: list[Minutes]) -> list[Minutes]:
     """The chapters, their sum, then the appendices."""
-    numbered = [m for m in found if m.is_numbered]
-    return [*numbered, total(numbered), *found[len(numbered) :]]
+    numbered = [m for m in rows if m.is_numbered]
+    return [*numbered, total(numbered), *rows[len(numbered) :]]
 
 
 def times(chapters: Iterable[Path]) -> str:
@@ -110,9 +110,9 @@ MODEL, ENGINE = (5, 4, 6), (7, 8, 9)  # chapters, in the order of the shorter pa
 FIRST, SECOND = 60, 30  # minutes of the pages before the chapters, as they tell
 
 
-def hours(found: Sequence[Minutes], pages: int = FIRST + SECOND) -> int:
+def hours(rows: Sequence[Minutes], pages: int = FIRST + SECOND) -> int:
     """To read and to write chapters and the pages before them."""
-    sums = total(found)
+    sums = total(rows)
     return round((pages + sums.read + sums.write) / 60)
 
 
@@ -167,10 +167,10 @@ def paths(chapters: Iterable[Path]) -> str:
 
 def sessions(chapters: Iterable[Path]) -> str:
     """How long each chapter takes, and how often a group meets to write it."""
-    found = minutes(chapters)
-    meetings = {m.link: -(-m.write // SESSION) for m in found}
-    meetings["all"] = sum(meetings[m.link] for m in found if m.is_numbered)
-    rows = [(m.link, *map(duration, m[1:4]), meetings[m.link]) for m in with_sum(found)]
+    each = minutes(chapters)
+    meetings = {m.link: -(-m.write // SESSION) for m in each}
+    meetings["all"] = sum(meetings[m.link] for m in each if m.is_numbered)
+    rows = [(m.link, *map(duration, m[1:4]), meetings[m.link]) for m in with_sum(each)]
     headers = "chapter", "read", "write", "exercises", f"sessions of {SESSION} minutes"
     return table(headers, rows)
 
@@ -291,17 +291,17 @@ def families(figures: Path) -> str:
     """A line for each family of models, from what its tests recorded."""
     record = read(figures, "c-families")
 
-    def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+    def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
         kind = record["chats"].get(CHATS.get(name, ""), {})
         harmony = name == "gpt-oss"
         return (
             name,
-            ", ".join(found["formats"]),
+            ", ".join(entry["formats"]),
             "yes" if harmony or kind.get("calls_read") else "",
             "yes" if harmony or kind.get("answers_that_fit") else "",
-            str(found["checkpoints"]),
-            f"{found['worst_error']:.0e}",
-            str(found["mistakes_noticed"]),
+            str(entry["checkpoints"]),
+            f"{entry['worst_error']:.0e}",
+            str(entry["mistakes_noticed"]),
             speed_of(name, figures),
         )
 

@@ -85,18 +85,18 @@ def questions(args: argparse.Namespace, held_out: bool) -> list[Any]:
         return [(line, "medium") for line in part]
     if held_out:
         return [(p.question, "medium") for p in evaluation_set(EVALUATION)]
-    rng, found = random.Random(args.seed), list[Any]()
+    rng, drawn = random.Random(args.seed), list[Any]()
     for make in cycle(EVALUATED.values()):
-        if len(found) == args.texts:
-            return found
+        if len(drawn) == args.texts:
+            return drawn
         effort = rng.choices(EFFORTS, (1, 2, 1))[0]
-        found.append((draw(make, rng, evaluation=False).question, effort))
+        drawn.append((draw(make, rng, evaluation=False).question, effort))
     raise AssertionError
 
 
-def prompts(llm: LLM, asked: Sequence[Any]) -> list[list[int]]:
+def prompts(llm: LLM, pairs: Sequence[Any]) -> list[list[int]]:
     """The token ids of chats that ask so."""
-    chats = [([{"role": "user", "content": text}], effort) for text, effort in asked]
+    chats = [([{"role": "user", "content": text}], effort) for text, effort in pairs]
     process = llm.input_processor.process_chat
     return [process(chat, reasoning_effort=effort).tokens for chat, effort in chats]
 
@@ -110,14 +110,14 @@ def opened(args: argparse.Namespace, **options: Any) -> LLM:
 
 def answers(llm: LLM, args: argparse.Namespace) -> list[Answer]:
     """What the model says to questions that aren't held out."""
-    asked = prompts(llm, questions(args, held_out=False))
+    chats = prompts(llm, questions(args, held_out=False))
     options: Any = {"temperature": 0, "max_tokens": args.max_tokens}
     began = time.monotonic()
-    outputs = llm.generate(asked, **options).result()
+    outputs = llm.generate(chats, **options).result()
     spent = time.monotonic() - began
     written = sum(len(output.token_ids) for output in outputs)
     print(f"{written} tokens written, {written / spent:.0f} a second", flush=True)
-    pairs = zip(asked, outputs, strict=True)
+    pairs = zip(chats, outputs, strict=True)
     return [([*prompt, *output.token_ids], len(prompt)) for prompt, output in pairs]
 
 
@@ -173,10 +173,10 @@ def states_of(
 
 def lesson(model: Model, layers: Sequence[int], answers: Sequence[Answer]) -> Lesson:
     """Of these answers, by a model that computes them again."""
-    found = list[tuple[Tensor, Tensor]]()
+    computed = list[tuple[Tensor, Tensor]]()
     for start in range(0, len(answers), READ):
         texts = [tokens for tokens, _ in answers[start : start + READ]]
-        found += states_of(model, layers, texts)
+        computed += states_of(model, layers, texts)
     longest, width = max(len(tokens) for tokens, _ in answers), model.config.hidden_size
     shape, device = (len(answers), longest + STEPS + 1), model.device
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -184,7 +184,7 @@ def lesson(model: Model, layers: Sequence[int], answers: Sequence[Answer]) -> Le
     states = torch.zeros(shape[0], longest, len(layers) * width, dtype=torch.bfloat16)
     last = torch.zeros(*shape, width, dtype=torch.bfloat16)
     states, last = states.to(device), last.to(device)
-    for row, ((ids, first), made) in enumerate(zip(answers, found, strict=True)):
+    for row, ((ids, first), made) in enumerate(zip(answers, computed, strict=True)):
         size = len(ids)
         tokens[row, :size], wanted[row, first + 1 : size] = torch.tensor(ids), True
         states[row, :size], last[row, :size] = made
@@ -365,9 +365,9 @@ def accepted(args: argparse.Namespace) -> dict[str, Any]:
     options: Any = {"speculative": str(args.head), "num_speculative_tokens": STEPS}
     options["cache_bytes"] = CACHE
     with opened(args, **options) as llm:
-        asked = prompts(llm, questions(args, held_out=True))
+        chats = prompts(llm, questions(args, held_out=True))
         limits: Any = {"temperature": 0, "max_tokens": args.max_tokens}
-        llm.generate(asked, **limits).result()
+        llm.generate(chats, **limits).result()
         stats = llm.stats()
     right = sum(stats.accepted_tokens.values())
     rates = [
@@ -377,7 +377,7 @@ def accepted(args: argparse.Namespace) -> dict[str, Any]:
     tensors = read_head(args.head, read_head_config(args.head))
     return {
         "numbers": sum(tensor.numel() for tensor in tensors.values()),
-        "questions": len(asked),
+        "questions": len(chats),
         "checked": stats.drafts,
         "acceptance_length": 1 + right / stats.drafts,
         "right_by_place": rates,
@@ -393,7 +393,7 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
     device = find_device(args.device)
     limits: Any = {"temperature": 0, "max_tokens": args.max_tokens}
     ways: dict[str, Any] = {"without": {}, "with": {"speculative": str(args.head)}}
-    spent, found = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
+    spent, tokens = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
@@ -401,16 +401,16 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
             )
             for name, way in ways.items()
         }
-        asked = prompts(engines["with"], questions(args, held_out=True))
-        for turn, prompt in enumerate([*asked[:WARM], *asked]):
+        chats = prompts(engines["with"], questions(args, held_out=True))
+        for turn, prompt in enumerate([*chats[:WARM], *chats]):
             for name, llm in engines.items():
                 (output,) = llm.generate([prompt], **limits).result()
                 if turn >= WARM:
                     times, count = output.metrics, len(output.token_ids) - 1
                     spent[name] += times.finished_time - times.first_token_time
-                    found[name] += count
+                    tokens[name] += count
         threads, why = torch.get_num_threads(), engines["with"].backend_reason
-    rates = {name: found[name] / spent[name] for name in ways}
+    rates = {name: tokens[name] / spent[name] for name in ways}
     return {
         "backend": why,
         "threads": threads,

@@ -106,8 +106,8 @@ def test_blank(blank: Blank) -> None:
 
 def without_kept_versions(text: str) -> str:
     """A chapter with a cell `route = keep("route", route)` for each kept version."""
-    found = cells.cells(text)
-    names = {cell.directives().get("blank", "") for cell in found} - {""}
+    contents = cells.cells(text)
+    names = {cell.directives().get("blank", "") for cell in contents} - {""}
 
     def kept(part: str) -> list[str]:
         solved = [cell.directives().get("solution", "") for cell in cells.cells(part)]
@@ -214,10 +214,10 @@ class Writer:
             if base == text:
                 return
             stubs, old = stubs_of(text), stubs_of(base)
-            found = {own_name(cell): cell.source for cell in cells.cells(mine)}
+            sources = {own_name(cell): cell.source for cell in cells.cells(mine)}
             sources = {
                 own: source
-                for own, source in found.items()
+                for own, source in sources.items()
                 if own in old and not same(source, old[own])
             }
             # In all three alike, the reader's code is nothing to merge.
@@ -235,8 +235,8 @@ class Writer:
 
 def stubs_of(text: str) -> dict[str, str]:
     """The stubs of a page's blanks and exercises by their names."""
-    found = [cell for cell in cells.cells(text) if not cell.folded]
-    return {own_name(cell): cell.source for cell in found if own_name(cell)}
+    contents = [cell for cell in cells.cells(text) if not cell.folded]
+    return {own_name(cell): cell.source for cell in contents if own_name(cell)}
 
 
 def merge(base: str, mine: str, new: str) -> tuple[str, bool]:
@@ -246,8 +246,8 @@ def merge(base: str, mine: str, new: str) -> tuple[str, bool]:
     """
     if mine == base:
         return new, True
-    with tempfile.TemporaryDirectory() as place:
-        files = [Path(place) / name for name in ("mine", "base", "new")]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("mine", "base", "new")]
         for file, text in zip(files, (mine, base, new), strict=True):
             file.write_text(text, encoding="utf-8")
         command = ["git", "merge-file", "--stdout", *map(str, files)]
@@ -317,10 +317,10 @@ def summary(results: list[Result]) -> str:
     right = sum(result.verdict == "right" for result in results)
     wrong = sum(result.verdict == "wrong" for result in results)
     yours = right + wrong
-    told = f"{yours} of {len(results)} are yours"
+    text = f"{yours} of {len(results)} are yours"
     if wrong:
-        return f"{told}: {right} right, {wrong} wrong"
-    return f"{told}; all {yours} right" if yours else told
+        return f"{text}: {right} right, {wrong} wrong"
+    return f"{text}; all {yours} right" if yours else text
 
 
 def report(results: list[Result]) -> str:
@@ -358,8 +358,8 @@ def results_of(folder: Path, blanks: list[Blank]) -> Iterator[list[Result]]:
     """What became of the blanks in a workbook, chapter by chapter."""
     if not folder.is_dir():
         raise WorkbookError(f"{folder} is not there; expected `make lab` first")
-    for asked in by_chapter(blanks).values():
-        yield judged(folder, asked)
+    for chapter_blanks in by_chapter(blanks).values():
+        yield judged(folder, chapter_blanks)
 
 
 def progress(folders: list[Path], as_json: bool) -> int:
@@ -375,8 +375,8 @@ def progress(folders: list[Path], as_json: bool) -> int:
             if not as_json:
                 print(report(found), flush=True)
         if not as_json:
-            told = [summary(results), outlook(folder, results, blanks)]
-            print("", *filter(None, told), sep="\n")
+            lines = [summary(results), outlook(folder, results, blanks)]
+            print("", *filter(None, lines), sep="\n")
     if as_json:
         told_all = {name: [r._asdict() for r in found] for name, found in every.items()}
         print(json.dumps(told_all, indent=1))

@@ -95,22 +95,22 @@ def check_html(book: Path, chapters: Path) -> list[str]:
     }
     for path, page in parsed.items():
         name = path.relative_to(book).as_posix()
-        found = list(page.problems)
+        faults = list(page.problems)
         if MADE not in page.comments:
-            found.append("the preprocessor did not run")
+            faults.append("the preprocessor did not run")
         if any("#region" in comment for comment in page.comments):
-            found.append("a region comment")
-        found += [
+            faults.append("a region comment")
+        faults += [
             f"directive line {line!r}"
             for block in page.code
             for line in re.findall(r"^[ \t]*#\|.*", block, re.MULTILINE)
         ]
-        found += [
+        faults += [
             f"loads {address}"
             for address in (*page.loaded, *(src for src, _ in page.images))
             if urlsplit(address).netloc
         ]
-        found += [
+        faults += [
             f"{address} is missing"
             for address in filter(None, page.loaded)
             if not urlsplit(address).netloc
@@ -118,11 +118,11 @@ def check_html(book: Path, chapters: Path) -> list[str]:
         ]
         for source, alt in page.images:
             if not alt.strip():
-                found.append(f"image {source} has no alt text")
+                faults.append(f"image {source} has no alt text")
             if not (path.parent / unquote(urlsplit(source).path)).is_file():
-                found.append(f"image {source} is missing")
-        found += dead_links(path, page, parsed)
-        problems += [f"{name}: {problem}" for problem in dict.fromkeys(found)]
+                faults.append(f"image {source} is missing")
+        faults += dead_links(path, page, parsed)
+        problems += [f"{name}: {problem}" for problem in dict.fromkeys(faults)]
     return problems
 
 

@@ -60,14 +60,14 @@ def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Only neighbors: what is printed between two tables belongs between them.
     """
-    found: list[dict[str, Any]] = []
+    merged: list[dict[str, Any]] = []
     for output in outputs:
-        before = found[-1] if found else {}
+        before = merged[-1] if merged else {}
         if output["output_type"] == "stream" and before.get("name") == output["name"]:
-            found[-1] = {**before, "text": before["text"] + output["text"]}
+            merged[-1] = {**before, "text": before["text"] + output["text"]}
         else:
-            found.append(output)
-    return found
+            merged.append(output)
+    return merged
 
 
 def outputs(root: Path, name: str, source: str) -> Outputs:
@@ -89,10 +89,10 @@ def outputs(root: Path, name: str, source: str) -> Outputs:
     run(root / "chapters", name, notebook)
     seconds = time.perf_counter() - start
     print(f"{name}: {len(cells)} cells in {seconds:.1f} s", file=sys.stderr)
-    found: Outputs = [joined(cell.outputs) for cell in cells]
+    results: Outputs = [joined(cell.outputs) for cell in cells]
     cached.parent.mkdir(parents=True, exist_ok=True)
-    cached.write_text(json.dumps({"key": key, "outputs": found}), encoding="utf-8")
-    return found
+    cached.write_text(json.dumps({"key": key, "outputs": results}), encoding="utf-8")
+    return results
 
 
 def run(folder: Path, name: str, notebook: nbformat.NotebookNode) -> None:
@@ -114,5 +114,5 @@ def run(folder: Path, name: str, notebook: nbformat.NotebookNode) -> None:
     try:
         client.execute(env={**os.environ, "PYTHONPATH": search})
     except CellExecutionError as error:
-        told = f"{name}: {error.ename}: {error.evalue}\n{error}"
-        raise BookError(ANSI.sub("", told)) from error
+        message = f"{name}: {error.ename}: {error.evalue}\n{error}"
+        raise BookError(ANSI.sub("", message)) from error

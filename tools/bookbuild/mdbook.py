@@ -24,10 +24,10 @@ exec {loader} --library-path {libraries} usr/bin/mdbook "$@"
 def version(mdbook: str | Path) -> tuple[int, ...]:
     """The version that ``mdbook --version`` tells; (0,) if it does not start."""
     try:
-        told = subprocess.run([mdbook, "--version"], capture_output=True, text=True)
+        result = subprocess.run([mdbook, "--version"], capture_output=True, text=True)
     except OSError:
         return (0,)
-    match = re.search(r"v?(\d+)\.(\d+)\.(\d+)", told.stdout)
+    match = re.search(r"v?(\d+)\.(\d+)\.(\d+)", result.stdout)
     return tuple(map(int, match.groups())) if match else (0,)
 
 
@@ -55,8 +55,8 @@ def debian_archives() -> list[str]:
     command = ["apt-get", "indextargets", "--format", wanted, "Created-By: Packages"]
     listed = subprocess.run(command, capture_output=True, text=True)
     # Releases such as bookworm-security live in archives without the newer suites.
-    found = re.findall(r"^(\S+) [^\s-]+ main$", listed.stdout, re.MULTILINE)
-    return list(dict.fromkeys(found))
+    names = re.findall(r"^(\S+) [^\s-]+ main$", listed.stdout, re.MULTILINE)
+    return list(dict.fromkeys(names))
 
 
 def fetch(archive: str, cache: Path) -> bool:

@@ -69,27 +69,27 @@ def options_of(how: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {} if how == "freely" else {"structured_outputs": {"json": schema}}
 
 
-def bounded(asked: Asked) -> Asked:
+def bounded(question: Asked) -> Asked:
     """The same with an integer as narrow as one knows it to be."""
-    problem, schema, right = asked
+    problem, schema, right = question
     if problem.skill == "comparing":
-        return asked
+        return question
     ((name, value),) = schema["properties"].items()
     value = value | (COUNT if problem.skill == "counting" else RESULT)
     return problem, schema | {"properties": {name: value}}, right
 
 
-def verdict(how: str, asked: Asked, output: ChatOutput) -> tuple[bool, bool]:
+def verdict(how: str, question: Asked, output: ChatOutput) -> tuple[bool, bool]:
     """Whether an answer is valid, and whether it is right."""
-    problem, schema, right = asked
+    problem, schema, right = question
     if how == "freely":
         return True, output.content == problem.answer
     try:
-        found = json.loads(output.content)
-        jsonschema.validate(found, schema)
+        answer = json.loads(output.content)
+        jsonschema.validate(answer, schema)
     except (ValueError, jsonschema.ValidationError):
         return False, False
-    return True, found == right
+    return True, answer == right
 
 
 def evaluate(llm: LLM, some: list[Asked], how: str, effort: str) -> dict[str, Any]:

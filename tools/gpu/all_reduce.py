@@ -146,11 +146,11 @@ def check(group: Group, peers: Peers, device: torch.device) -> None:
         each = [numbers(rank, rows, device) for rank in range(group.size)]
         expected = torch.stack(each).float().sum(0).bfloat16()
         for _ in range(5):
-            found = one_shot(each[group.rank], peers)
-            residual = torch.zeros_like(found)
+            summed = one_shot(each[group.rank], peers)
+            residual = torch.zeros_like(summed)
             weight = torch.ones(SIZE, device=device)
             total, _ = add_norm(residual, each[group.rank], weight, 1e-5, peers)
-            assert found.equal(expected) and total.equal(expected), rows
+            assert summed.equal(expected) and total.equal(expected), rows
         summed = group.sum(each[group.rank].clone())
         torch.testing.assert_close(summed, expected)
 
@@ -160,7 +160,7 @@ def measure(group: Group, device: torch.device) -> list[dict[str, Any]]:
     peers = share(group, SIZE // 2, MOST)
     assert peers is not None, "GPUs share no memory"
     check(group, peers, device)
-    found: dict[str, list[float | None]] = {}
+    times: dict[str, list[float | None]] = {}
     for rows in ROWS:
         x = numbers(group.rank, rows, device)
         for how, run in ways(x, group, peers).items():
@@ -169,8 +169,8 @@ def measure(group: Group, device: torch.device) -> list[dict[str, Any]]:
                 us = round(microseconds(run, group), 2)
             except RuntimeError as error:  # of all ranks, as of an operation not there
                 print(how, rows, error, file=sys.stderr)
-            found.setdefault(how, []).append(us)
-    return [{"how": how, "us": us} for how, us in found.items()]
+            times.setdefault(how, []).append(us)
+    return [{"how": how, "us": us} for how, us in times.items()]
 
 
 def copy_rate(ranks: int) -> float:
@@ -210,10 +210,10 @@ def main() -> None:
         others = [
             subprocess.Popen([*command, str(rank)]) for rank in range(1, options.ranks)
         ]
-        found = run_rank(folder, 0, options.ranks)
+        rows = run_rank(folder, 0, options.ranks)
         assert [process.wait() for process in others] == [0] * len(others)
     print(f"{'microseconds a call':24}" + "".join(f"{n:>9}" for n in ROWS))
-    for row in found:
+    for row in rows:
         cells = (f"{'-' if us is None else us:>9}" for us in row["us"])
         print(f"{row['how']:24}{''.join(cells)}")
     rate = copy_rate(options.ranks)
@@ -224,9 +224,9 @@ def main() -> None:
         "method": f"microseconds a call in a CUDA graph of {CALLS}, bfloat16 rows",
         "size": SIZE,
         "rows": ROWS,
-        "all_reduce": [row for row in found if row["how"] in SUMS],
-        "with_norm": [row for row in found if "norm" in row["how"]],
-        "empty_kernel_us": found[0]["us"][0],
+        "all_reduce": [row for row in rows if row["how"] in SUMS],
+        "with_norm": [row for row in rows if "norm" in row["how"]],
+        "empty_kernel_us": rows[0]["us"][0],
         "peer_copy_bytes_per_second": rate,
     }
     save(result, options.json)

@@ -103,10 +103,10 @@ class Case:
     def _outcome(self, function: Callable[..., Any], inputs: list[Any]) -> list[Tensor]:
         for place in self.written:
             inputs[place] = inputs[place].clone()
-        found = function(*inputs)
+        result = function(*inputs)
         if self.kernel == "head":  # of near ties either token will do
-            found = inputs[2].gather(1, found[:, None].long())
-        results = found if isinstance(found, tuple) else (found,)
+            result = inputs[2].gather(1, result[:, None].long())
+        results = result if isinstance(result, tuple) else (result,)
         return [x.float() for x in (*results, *(inputs[i] for i in self.written))]
 
 
@@ -152,7 +152,7 @@ def groups(
     owners = torch.repeat_interleave(torch.tensor(chunks))
     rows = zip(lengths, chunks, firsts, strict=True)
     places = torch.cat([torch.arange(n - c, n) - f * PAGE for n, c, f in rows])
-    found = []
+    result = []
     for mine in order.cpu().split([sum(counts)] * sets):
         tables = pad(pad_sequence(mine.split(counts), batch_first=True), (0, 1))
         slots = tables[owners, places // PAGE] * PAGE + places % PAGE
@@ -166,8 +166,8 @@ def groups(
             window=window,
             page_size=PAGE,
         )
-        found.append(group)
-    return found, sum(counts) * sets
+        result.append(group)
+    return result, sum(counts) * sets
 
 
 class Cases:
@@ -314,7 +314,7 @@ class Cases:
 def small_cases(model: Model) -> dict[str, list[Case]]:
     """Every kernel in all its forms, on little."""
     cases = Cases(model)
-    found: dict[str, list[Case]] = {
+    small: dict[str, list[Case]] = {
         "embed": [cases.embed(4)],
         "norm": [cases.norm(*size) for size in ((1, 3), (5, 6), (33, 1))],
         "rope": [cases.rope(tokens) for tokens in (1, 40)],
@@ -331,10 +331,10 @@ def small_cases(model: Model) -> dict[str, list[Case]]:
     for window in model.config.windows:
         # Split and joined by heads, by kv heads, of no length, of one page and a bit.
         lengths: list[list[int]] = [[700], [600] * 9, [300, 1, 129], [65] * 17]
-        found.setdefault("decode", []).extend(
+        small.setdefault("decode", []).extend(
             cases.attend(some, [1] * len(some), window) for some in lengths
         )
-        found.setdefault("prefill", []).append(
+        small.setdefault("prefill", []).append(
             cases.attend([300, 129, 17], [140, 129, 1], window)
         )
-    return found
+    return small

@@ -98,15 +98,15 @@ def turns(model: str | None, streams: list[int], answer: int) -> Iterator[list[A
         try:
             url = server.stdout.readline().split()[-1]
             for count in streams:
-                found = []
+                results = []
                 for length in [WARM, *[answer] * TURNS]:
                     read = partial(read_streams, url, vocabulary, length)
                     counts = [min(EACH, count - k) for k in range(0, count, EACH)]
                     outcomes = [*chain.from_iterable(pool.map(read, counts))]
-                    found.append(summarize_traffic(outcomes))
-                    if errors := found[-1]["errors"]:
+                    results.append(summarize_traffic(outcomes))
+                    if errors := results[-1]["errors"]:
                         raise RuntimeError(f"answers are missing: {errors}")
-                yield found[1:]
+                yield results[1:]
         finally:
             server.terminate()
 

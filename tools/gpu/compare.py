@@ -128,24 +128,24 @@ def full_steps(llm: Any, batch: int) -> list[float]:
 
 def decode(llm: Any) -> Found:
     """Tokens a second at each batch size: batch over the median step."""
-    found: Found = {}
+    figures: Found = {}
     for batch in BATCHES:
         generate(llm, batch, LENGTH, 4, seed=1)
         first, _ = generate(llm, batch, LENGTH, LENGTH)
-        found[f"decode {batch}, tokens/s"] = batch / median(full_steps(llm, batch))
+        figures[f"decode {batch}, tokens/s"] = batch / median(full_steps(llm, batch))
         if batch == 1:
             again, _ = generate(llm, batch, LENGTH, LENGTH)
             assert first[0].token_ids == again[0].token_ids, "other tokens"
-    return found
+    return figures
 
 
 def sampling(llm: Any) -> Found:
     """Milliseconds of a step of 64 requests that sample in the same way."""
-    found = {}
+    figures = {}
     for name, options in SAMPLING.items():
         generate(llm, 64, LENGTH, LENGTH, **{"temperature": 1} | options)
-        found[f"step of 64, {name}, ms"] = 1e3 * median(full_steps(llm, 64))
-    return found
+        figures[f"step of 64, {name}, ms"] = 1e3 * median(full_steps(llm, 64))
+    return figures
 
 
 def prefill(llm: Any) -> Found:
@@ -156,7 +156,7 @@ def prefill(llm: Any) -> Found:
 
 def first(llm: Any) -> Found:
     """Milliseconds to the first token of a prompt that comes alone."""
-    found: Found = {}
+    figures: Found = {}
     for length in FIRST:
         generate(llm, 1, length, 2, seed=1)
         times = []
@@ -164,8 +164,8 @@ def first(llm: Any) -> Found:
             metrics = generate(llm, 1, length, 2, seed)[0][0].metrics
             times.append(1e3 * (metrics.first_token_time - metrics.arrival_time))
             time.sleep(0.01)
-        found |= shares(f"first token after {length}", times, (0.5, 0.9, 0.99))
-    return found
+        figures |= shares(f"first token after {length}", times, (0.5, 0.9, 0.99))
+    return figures
 
 
 def shares(name: str, values: Sequence[float], which: Sequence[float]) -> Found:
@@ -183,7 +183,7 @@ def load(llm: Any) -> Found:
     def size(median: int, least: int, most: int) -> int:
         return min(max(round(median * chance.lognormvariate(0, 1)), least), most)
 
-    found: Found = {}
+    figures: Found = {}
     for count, rate in LOADS:
         chance = random.Random(count)
         futures, tokens = [], 0
@@ -201,11 +201,11 @@ def load(llm: Any) -> Found:
             future.result()
         seconds = time.perf_counter() - began
         name = f"{rate} a second" if rate else f"{count} at once"
-        found |= {} if rate else {f"{name}, tokens/s": tokens / seconds}
+        figures |= {} if rate else {f"{name}, tokens/s": tokens / seconds}
         ttft, itl = ([1e3 * x for x in times] for times in (meter.ttft, meter.itl))
-        found |= shares(f"{name}: first token", ttft, (0.5, 0.9, 0.99))
-        found |= shares(f"{name}: next token", itl, (0.5, 0.9, 0.99))
-    return found
+        figures |= shares(f"{name}: first token", ttft, (0.5, 0.9, 0.99))
+        figures |= shares(f"{name}: next token", itl, (0.5, 0.9, 0.99))
+    return figures
 
 
 def eager(model: str) -> Found:
@@ -275,20 +275,20 @@ def turn(model: str, cases: list[str], began: float, cold: bool) -> Found:
         ready = time.time() - began
         generate(llm, 1, LENGTH, 1)
         name = "cold" if cold else "cached"
-        found = {
+        figures = {
             f"start {name}, s": ready,
             f"start {name} to first token, s": time.time() - began,
             **{f"start {name}: {part}, s": value for part, value in parts.items()},
         }
         for case, measure in CASES.items():
-            found |= measure(llm) if case in cases else {}
+            figures |= measure(llm) if case in cases else {}
         if preemptions := llm.stats().preemptions:
             raise RuntimeError(f"the cache was too small: {preemptions} preemptions")
-        found["peak memory, GB"] = torch.cuda.max_memory_allocated() / 1e9
+        figures["peak memory, GB"] = torch.cuda.max_memory_allocated() / 1e9
     del llm  # two of the larger model do not fit
     if "eager" in cases and model == EAGER:
-        found |= eager(model)
-    return found
+        figures |= eager(model)
+    return figures
 
 
 # All turns
@@ -352,12 +352,12 @@ def compare(options: argparse.Namespace, save: Callable[[list[Any]], None]) -> N
                 print(f"[{time.perf_counter() - began:4.0f} s] {model} {tree}")
                 cache = Path(caches, tree, model)
                 try:
-                    found = start(trees[tree], cache, [model, options.cases])
+                    figures = start(trees[tree], cache, [model, options.cases])
                 except Exception as error:  # the other turns are worth having
                     print(f"  FAILED: {error}", flush=True)
                     continue
-                rows.append({"model": model, "tree": tree, "found": found})
-                for name, value in found.items():
+                rows.append({"model": model, "tree": tree, "found": figures})
+                for name, value in figures.items():
                     print(f"  {name:40}{value:12.3f}", flush=True)
                 save(rows)
     print("\n".join(table(rows)))

@@ -104,9 +104,9 @@ def measured(model: str, ranks: int, batches: list[int]) -> dict[str, Any]:
         if len(engines.there) < 2:
             turns = [1, 1, ranks, ranks]
         for batch in batches:
-            found = [(n, *step(engines[n], batch)) for n in turns]
-            each = {n: [ms for m, ms, _ in found if m == n] for n in (1, ranks)}
-            one, several = (next(t for m, _, t in found if m == n) for n in (1, ranks))
+            steps = [(n, *step(engines[n], batch)) for n in turns]
+            each = {n: [ms for m, ms, _ in steps if m == n] for n in (1, ranks)}
+            one, several = (next(t for m, _, t in steps if m == n) for n in (1, ranks))
             same = sum(a == b for a, b in zip(one, several, strict=True))
             times = min(each[1]) / min(each[ranks])
             row["decode"].append(

@@ -99,9 +99,9 @@ def of_formats(
     these with the ``unrounded`` ones: where the inputs of products are rounded, too,
     each way to compute rounds others.
     """
-    with TemporaryDirectory() as place:
+    with TemporaryDirectory() as made:
         for form in TARGETS:
-            target = Path(place) / form
+            target = Path(made) / form
             try:
                 quantize_checkpoint(folder, target, form)
             except ValueError as error:  # sizes that a format isn't for

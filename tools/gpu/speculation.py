@@ -168,11 +168,11 @@ class Run:
         engine = self.plain if name == "none" else self.drafting
         before = speculator.drafts, sum(speculator.accepted.values())
         checked = sum(speculator.checked.values())
-        found = speed(engine, prompts, self.args.tokens)
+        speed_now = speed(engine, prompts, self.args.tokens)
         steps = speculator.drafts - before[0]
         right = sum(speculator.accepted.values()) - before[1]
         drafts = sum(speculator.checked.values()) - checked
-        row = {"tokens_per_second": found, "checks": steps, "drafts": drafts}
+        row = {"tokens_per_second": speed_now, "checks": steps, "drafts": drafts}
         return row | {"length": 1 + right / steps if steps else 1.0}
 
     def batch(self, count: int) -> dict[str, Any]:
@@ -187,9 +187,9 @@ class Run:
                     prompts = [
                         draw.choices(every, k=self.args.prompt) for _ in range(count)
                     ]
-                    found = self.way(name, prompts)
+                    figures = self.way(name, prompts)
                     if turn:
-                        turns[name].append(found)
+                        turns[name].append(figures)
         row: dict[str, Any] = {"batch": count}
         base = statistics.median(t["tokens_per_second"] for t in turns["none"])
         for name, some in turns.items():

@@ -103,13 +103,13 @@ def table(folder: Path) -> Iterator[str]:
     for name, (record, _) in MODELS.items():
         file = folder / f"c-bench-{record}.json"
         if file.exists():
-            found = json.loads(file.read_text())
-            rows = [row for row in found["decode"] if row["batch"] in (1, 64)]
-            rows += found["prefill"][:1]
+            speed = json.loads(file.read_text())
+            rows = [row for row in speed["decode"] if row["batch"] in (1, 64)]
+            rows += speed["prefill"][:1]
             speeds = [row["tokens_per_second"] for row in rows]
             shares = [row["share"] for row in rows]
             cells = map("{:9,.0f}{:6.1%}".format, speeds, shares)
-            start = found["load_seconds"] + found["engine_seconds"]
+            start = speed["load_seconds"] + speed["engine_seconds"]
             times, before = speeds[-1] / before, speeds[-1]
             yield f"{name:18}{''.join(cells)}{times:7.2f}{start:7.1f}"
 

@@ -38,15 +38,15 @@ def measure(shape: dict[str, Any], streams: int, tokens: int, times: int) -> lis
         shutil.copy(EMBEDDED / "tokenizer.json", folder)
         with LLM(folder, config, random_weights=True) as llm:
             llm.generate(prompts, SamplingParams(max_tokens=8, **greedy)).result()
-            found = []
+            rates = []
             for _ in range(times):
                 params = SamplingParams(max_tokens=tokens, **greedy)
                 start = time.perf_counter()
                 outputs = llm.generate(prompts, params).result()
                 seconds = time.perf_counter() - start
                 assert all(output.text for output in outputs)
-                found.append(streams * tokens / seconds)
-    return found
+                rates.append(streams * tokens / seconds)
+    return rates
 
 
 def main() -> None:

@@ -92,9 +92,9 @@ def watched() -> Iterator[list[float]]:
 
     def timed(masks: Masks, requests: Any) -> Any:
         start = time.perf_counter()
-        found = arrange(masks, requests)
+        result = arrange(masks, requests)
         times.append(time.perf_counter() - start)
-        return found
+        return result
 
     with mock.patch.object(Masks, "arrange", timed):
         yield times
@@ -141,10 +141,10 @@ def measure(llm: LLM, strings: str) -> Iterator[dict[str, Any]]:
             for kind, params in (("masked", masked), ("forced", forced))
         }
         for kind in (*kinds, "free"):
-            found = turn(llm, kinds[kind])
+            figures = turn(llm, kinds[kind])
             print(f"{strings:8}{batch:4} {kind:12}", end="")
-            print(*(f"{value:9.2f}" for value in found.values()), sep="", flush=True)
-            yield {"strings": strings, "batch": batch, "kind": kind, **found}
+            print(*(f"{value:9.2f}" for value in figures.values()), sep="", flush=True)
+            yield {"strings": strings, "batch": batch, "kind": kind, **figures}
 
 
 def main() -> None:

@@ -217,13 +217,13 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     return 1e3 * statistics.median(times[len(times) // 3 :]) / len(calls)
 
 
-def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference, over a number's own size and its row's mean one.
 
     Operations may leave a sum of parts, [T, parts, N], to the next one.
     """
     worst = 0.0
-    for got, want in zip(found, expected, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         got = got.sum(1) if got.ndim > want.ndim else got
         size = want.abs() + want.square().mean(-1, keepdim=True).sqrt()
         off = ((got - want).abs() / size.clamp(min=1e-9)).max().item()
