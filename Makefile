@@ -50,7 +50,8 @@ chat: $(STAMP)
 	@$(VENV)/bin/simplellm chat $(MODEL)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile \
+		--no-loadscope-reorder $(OPTIONS)
 
 test-engine: override OPTIONS += -m "not course and not exhaustive and not real and not agents and not cluster"
 test-course: override OPTIONS += -m "course and not exhaustive"

@@ -14,7 +14,7 @@ from pathlib import Path
 import jupytext
 import psutil
 import pytest
-from cells import PAGES, chapter_files, steps
+from cells import ASKED_IN, ASKING, PAGES, chapter_files, steps
 from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
@@ -36,9 +36,12 @@ class Chapter(IPyNbFile):
         for number, (name, source, raises) in enumerate(steps(text)):
             cell = new_code_cell(source)
             options = defaultdict(bool, check_exception=bool(raises), raises=raises)
-            yield ChapterCell.from_parent(
+            item = ChapterCell.from_parent(
                 self, name=name, cell_num=number, cell=cell, options=options
             )
+            if ASKING.search(source) and self.path.stem != ASKED_IN:
+                item.add_marker("exhaustive")
+            yield item
         yield ChapterTime.from_parent(self, name="time")
         yield ChapterFigures.from_parent(self, name="figures")
 

@@ -30,6 +30,10 @@ CHAPTER = re.compile(r"(\d\d|[a-z])-[\w-]+")  # the stems of chapters and append
 PAGES = ("index", "small-engine", "cases", "challenges")
 EDITION = re.compile(r"(?<=^<!-- edition -->\n).*?(?=^<!-- /edition -->$)", re.M | re.S)
 WORDS, LINES = 200, 12  # that are read in a minute
+# Cells that ask a whole engine, a small real model's or one in a process of its own. In
+# the course as it is that is our engine, whatever the chapter defines.
+ASKING = re.compile(r"^(?:run_mine\(|if has_model\()", re.MULTILINE)
+ASKED_IN = "03-mxfp4"  # the chapter whose cells of this kind every test run takes
 CHECK = re.compile(r'^check\(\s*"([\w.]+)"', re.MULTILINE)
 
 

@@ -1,6 +1,7 @@
 """A workbook: empty blanks fail, kept versions pass, and nothing of a reader's is lost.
 
-The blanks are the course's own. Chapters are judged as a reader's are, in processes.
+The blanks are the course's own. A reader's chapter is judged in a process, and so are
+some here; others in this one, which has imported all that they need.
 """
 
 import builtins
@@ -9,10 +10,10 @@ import subprocess
 import symtable
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import blanks
 import cells
@@ -44,22 +45,41 @@ ROOT = Path(__file__).parents[2]
 BLANKS = course_blanks()
 EXPORTED = [blank for blank in BLANKS if blank.module]
 PROMPT = "What is 47 + 85?"
+exhaustive = pytest.mark.exhaustive
 LONG = pytest.mark.timeout(1800)  # every check of the course runs, most of them twice
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "tools/workbook.py", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
+class Run(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Run]:
+    """tools/workbook.py with some arguments, in this process."""
+
+    def call(*arguments: object) -> Run:
+        monkeypatch.setattr(sys, "argv", ["workbook.py", *map(str, arguments)])
+        capsys.readouterr()
+        return Run(workbook.main(), *capsys.readouterr())
+
+    return call
 
 
 def judged_in(folder: Path, chapter: str) -> dict[str, Result]:
     """The verdicts on a chapter of a workbook by the blanks' names."""
     asked = by_chapter(BLANKS)[chapter]
     return {result.name: result for result in judged(folder, asked)}
+
+
+def judged_here(folder: Path, chapter: str) -> list[Result]:
+    """The same from this process, in the chapter's order."""
+    told = blanks.judge(folder / f"{chapter}.md", chapter, [])
+    lines = [line for line in told if "verdict" in line]
+    return [Result(n["name"], chapter, n["verdict"], n["message"]) for n in lines]
 
 
 def fill(folder: Path, sources: dict[str, str]) -> None:
@@ -153,16 +173,23 @@ def test_no_cell_reads_a_name_that_only_a_kept_version_has(
 @pytest.mark.parametrize(
     "chapter",
     [
-        pytest.param(name, marks=[] if name == "03-mxfp4" else pytest.mark.exhaustive)
+        pytest.param(name, marks=[] if name == cells.ASKED_IN else exhaustive)
         for name in dict.fromkeys(blank.chapter for blank in BLANKS)
     ],
 )
 def test_a_chapter_runs_with_empty_blanks(
     empty: Path, chapter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each check raises, as its tag says, and ours goes on in the blank's place."""
+    """Each check raises, as its tag says, and ours goes on in the blank's place.
+
+    What asks a whole engine runs in the chapters, and here once.
+    """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = execute.read((empty / f"{chapter}.md").read_text("utf-8"))
+    if chapter != cells.ASKED_IN:
+        notebook.cells = [
+            cell for cell in notebook.cells if not cells.ASKING.search(cell.source)
+        ]
     execute.run(empty, chapter, notebook)
     # What one print writes may come in two parts.
     written = (
@@ -176,7 +203,7 @@ def test_a_chapter_runs_with_empty_blanks(
     assert printed == [told.format(name) for name in names]
 
 
-def test_empty_blanks_are_not_written_yet(empty: Path) -> None:
+def test_empty_blanks_are_not_written_yet(empty: Path, run: Callable[..., Run]) -> None:
     done = run("progress", empty)
     assert done.returncode == 1
     told, left, file = done.stdout.splitlines()[-3:]
@@ -248,7 +275,11 @@ def test_lines_are_counted_without_text_and_comments() -> None:
 def test_kept_versions_are_right_and_the_engine_with_them_answers(
     full: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    results = [r for found in workbook.results_of(full, BLANKS) for r in found]
+    results: list[Result] = []
+    for chapter, asked in by_chapter(BLANKS).items():
+        # Triton decides to interpret when it is imported: in a process of its own.
+        kernels = any(blank.is_kernel for blank in asked)
+        results += judged(full, asked) if kernels else judged_here(full, chapter)
     assert [r.message for r in results if r.verdict != "right"] == []
     assert [r.name for r in results] == [blank.name for blank in BLANKS]
     mine.ask(full, results, PROMPT)
@@ -269,7 +300,9 @@ class MXFP4(MXFP4):
 """
 
 
-def test_a_wrong_one_is_named_and_ours_is_used(empty: Path) -> None:
+def test_a_wrong_one_is_named_and_ours_is_used(
+    empty: Path, run: Callable[..., Run]
+) -> None:
     fill(empty, {"MXFP4.dequantize": WRONG})
     result = judged_in(empty, "03-mxfp4")["MXFP4.dequantize"]
     assert result.verdict == "wrong"
@@ -352,7 +385,6 @@ def test_a_notebook_of_the_reading_edition_says_that_the_engine_is_ours(
 @pytest.mark.parametrize(
     ("code", "word"),
     [
-        ("import os\nos._exit(3)\n", "ends the process with 3"),
         ("def f(:\n", "SyntaxError"),
         ("def dequantise():\n    return 1\n", "does not define it"),
         ("class MXFP4(MXFP4):\n    pass\n", "does not define it"),
@@ -364,9 +396,22 @@ def test_code_that_does_not_come_to_a_check_is_wrong(
     empty: Path, code: str, word: str
 ) -> None:
     fill(empty, {"MXFP4.dequantize": code})
-    result = judged_in(empty, "03-mxfp4")["MXFP4.dequantize"]
+    found = {result.name: result for result in judged_here(empty, "03-mxfp4")}
+    result = found.pop("MXFP4.dequantize")
     assert result.verdict == "wrong"
     assert word in result.message
+    assert found and {other.verdict for other in found.values()} == {"missing"}
+
+
+def test_code_that_ends_its_process_is_wrong(empty: Path) -> None:
+    """The others are judged all the same."""
+    kept = next(b.kept for b in BLANKS if b.name == "quantize")
+    code = "import os\nos._exit(3)\n"
+    fill(empty, {"MXFP4.dequantize": code, "quantize": kept})
+    found = judged_in(empty, "03-mxfp4")
+    assert found["MXFP4.dequantize"].verdict == "wrong"
+    assert "ends the process with 3" in found["MXFP4.dequantize"].message
+    assert found["quantize"].verdict == "right", found["quantize"].message
 
 
 def test_a_report_counts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,11 +436,12 @@ def test_code_may_use_what_its_chapter_computed(empty: Path) -> None:
     text = path.read_text("utf-8").replace(stub, f"```python\n{helper}```\n\n{stub}")
     path.write_text(text, encoding="utf-8")
     fill(empty, {"MXFP4.dequantize": f"ZERO = zero()\n{kept}"})
-    result = judged_in(empty, "03-mxfp4")["MXFP4.dequantize"]
+    result, *_ = judged_here(empty, "03-mxfp4")
+    assert result.name == "MXFP4.dequantize"
     assert result.verdict == "right", result.message
 
 
-def test_several_folders_are_judged(empty: Path) -> None:
+def test_several_folders_are_judged(empty: Path, run: Callable[..., Run]) -> None:
     done = run("progress", empty, empty.parent / "none")
     assert done.returncode == 2 and "none is not there" in done.stderr
 
@@ -549,7 +595,12 @@ def test_changed_files_are_put_aside(empty: Path) -> None:
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.md").write_text("x")
-    done = run("make", tmp_path)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/workbook.py", "make", tmp_path],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
     assert done.returncode == 2 and "is not a workbook" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.md"]
 
