@@ -423,7 +423,7 @@ def test_killed_at_random_moments(tmp_path):
 
 
 def test_control_c_leaves_a_resumable_file(tmp_path):
-    quick = [ask(f"What is {n} + 5?", max_tokens=16) for n in range(100)]
+    quick = [ask(f"What is {n} + 5?", max_tokens=16) for n in range(30)]
     sorting = ask("Sort 3 1 2.", ignore_eos=True, max_tokens=5)
     endless = ask("Sort 3 1 2.", ignore_eos=True, max_tokens=100_000)
     source = write(tmp_path / "in.jsonl", *quick, *[endless] * 3)
@@ -443,9 +443,9 @@ def test_control_c_leaves_a_resumable_file(tmp_path):
     write(source, *quick, *[sorting] * 3)
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0
-    assert "103 requests: 103 answered, 0 errors" in result.stderr
+    assert "33 requests: 33 answered, 0 errors" in result.stderr
     assert target.read_bytes().startswith(before)
-    assert len(results(target)) == 103
+    assert len(results(target)) == 33
 
 
 def test_answers_are_those_of_the_server(llm, tmp_path):

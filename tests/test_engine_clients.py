@@ -45,8 +45,9 @@ def make(request: pytest.FixtureRequest) -> Make:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(make: Make, folder: Path) -> Iterator[EngineClient]:
+    """One for all tests that leave nothing running."""
     engine = make(folder)
     engine.start()
     yield engine
@@ -124,6 +125,8 @@ def test_who_runs_is_seen(engine: EngineClient) -> None:
     assert [one["request_id"] for one in snapshot["running"]] == [request.request_id]
     assert (stats.running, stats.waiting) == (1, 0)
     assert 0 < stats.cache_usage < 1 and stats.steps > 0
+    engine.abort(request.request_id)
+    ends(engine, request)
 
 
 def test_what_is_put_together_comes_one_by_one_and_in_order():

@@ -539,8 +539,15 @@ def with_one_scale(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=() if few else pytest.mark.exhaustive)
+        for place, way in enumerate(WAYS)
+        for number, name in enumerate(MAIN)
+        for few in [number == place % 3]
+    ],
+)
 def test_one_scale_for_a_weight(name: str, way: str, tmp_path: Path) -> None:
     """The numbers are transformers'; inputs are rounded by the token, if at all."""
     model = CASES[name]().build()

@@ -170,7 +170,7 @@ def test_nobody_notices_the_others(llm: LLM, grammars: Grammars) -> None:
         {"stop": ["5", "ea"]},
     ]
     asked = []
-    for number in range(42):
+    for number in range(24):
         extra = extras[number % len(extras)]
         prompt = chance.choice(PROMPTS)
         asked.append(ask(llm, chance.choice(compiled), prompt, seed=number, **extra))

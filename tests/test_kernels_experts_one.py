@@ -79,7 +79,7 @@ def test_small_numbers_are_not_lost(kernel_device):
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=2.0**-50)
 
 
-@pytest.mark.parametrize(("tokens", "num_tokens"), [(1, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize(("tokens", "num_tokens"), [(1, 1), (4, 3)])
 def test_together_they_are_the_experts(kernel_device, tokens, num_tokens):
     """As `ops` has them, on the same numbers in float32; nothing for padding."""
     mlp, ready, x, _ = case(kernel_device, tokens=tokens)

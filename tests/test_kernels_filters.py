@@ -18,7 +18,7 @@ from simplellm.sampling.filters import LAST, STEPS, Filters, filter_tokens
 from simplellm.sampling.penalties import TokenCounts
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -108,14 +109,17 @@ def tolerance(kind: str, dtype: torch.dtype = torch.float32) -> dict[str, float]
     return ROUNDED if form is not None and form[2] else CLOSE[dtype]
 
 
-WAYS = [
-    pytest.param(kind, normalized, tokens, invariant, marks=marks)
+FIRST = [
+    (kind, normalized, 7 if normalized else 1, not normalized)
     for kind in FORMATS
     for normalized in (True, False)
-    for tokens in (1, 7, 70)
-    for invariant in (False, True)
-    for few in [tokens == (7 if normalized else 1) and normalized != invariant]
-    for marks in [() if few else exhaustive]
+]
+# Any two of them meet in one case at least.
+PAIRS = map(tuple, AllPairs([[*FORMATS], [70, 7, 1], [True, False], [False, True]]))
+WAYS = FIRST + [
+    pytest.param(kind, normalized, tokens, invariant, marks=exhaustive)
+    for kind, tokens, normalized, invariant in PAIRS
+    if (kind, normalized, tokens, invariant) not in FIRST
 ]
 
 

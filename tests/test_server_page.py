@@ -444,8 +444,15 @@ def test_it_looks_only_while_it_is_looked_at(chromium: Browser, served: Served) 
     until(lambda: served.service.running == 0)
 
 
-@pytest.mark.parametrize("width", [1100, 700, 390, 320])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        pytest.param(width, dark, marks=() if few else pytest.mark.exhaustive)
+        for place, width in enumerate([1100, 700, 390, 320])
+        for dark in (False, True)
+        for few in [dark == place % 2]
+    ],
+)
 def test_it_fits_any_screen(
     chromium: Browser, served: Served, width: int, dark: bool
 ) -> None:

@@ -20,7 +20,7 @@ KEY = "k"
 # Tokens, with room for a chat. Many cases ask for all that there is room for, and some
 # for a thousand samples of it: what they take is nearly all of the time.
 CONTEXT = 128
-EXAMPLES = 30  # for each endpoint that takes a body, where they are drawn
+EXAMPLES = 15  # for each endpoint that takes a body, where they are drawn
 # A document can't say what one parameter means for another, what a prompt takes of the
 # context, or which call the message of a tool answers: what it allows may be refused.
 UNSAID = "positive_data_acceptance"

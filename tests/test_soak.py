@@ -14,7 +14,7 @@ from simplellm.engine.scheduler import Scheduler
 
 
 def test_nothing_is_left_after_a_crowd_of_clients():
-    found = soak.soak(seconds=4, threads=24, seed=1, fault_every=10, least=200)
+    found = soak.soak(seconds=2, threads=24, seed=1, fault_every=10, least=100)
     assert found["wrong"] == []
     ends = found["ends"]
     assert found["asked"] == sum(ends.values())
@@ -85,7 +85,7 @@ def test_a_fault_that_spreads_is_found(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_nothing_is_left_in_a_server_after_clients_of_all_kinds(monkeypatch):
     monkeypatch.setattr(soak_server, "LIMIT", 6)  # what asks for too much ends sooner
-    found = soak_server.soak_server(seconds=8, clients=8)
+    found = soak_server.soak_server(seconds=5, clients=8)
     # So short a run says nothing of memory.
     wrong = [line for line in found["wrong"] if not line.startswith("memory")]
     assert wrong == []
