@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
+    "smollm3": "smollm3",
+    "gpt2": "gpt2",
 }
 # What each kind of tokenizer of `families_text` is called.
 PRE = {
@@ -33,6 +35,9 @@ PRE = {
     "tekken": "tekken",
     "gpt-oss": "gpt-4o",
 }
+PAIRED = "llama", "smollm3"
+# Matrices of GPT-2 that the hub has as Conv1Ds, [in, out].
+CONV = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 PACKED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?")
 TypeOf = Callable[[str, Tensor], str]
@@ -79,18 +84,21 @@ def converted(
     """Hub tensors as a GGUF file has them, by its names."""
     arch = ARCHITECTURES[config["model_type"]]
     key = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    table = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    table = gguf.get_tensor_name_map(key, layers)
     found = {}
     for name, tensor in stacked(tensors).items():
         stem, _, kind = name.rpartition(".")
         if name.endswith("sinks"):
             stem, kind = name, "weight"
-        if arch == "llama" and ".q_proj" in name:
+        if arch in PAIRED and ".q_proj" in name:
             tensor = permuted(tensor, config["num_attention_heads"])
-        if arch == "llama" and ".k_proj" in name:
+        if arch in PAIRED and ".k_proj" in name:
             tensor = permuted(tensor, config["num_key_value_heads"])
         if arch == "gemma3" and "norm" in name:
             tensor = tensor + 1
+        if CONV.search(name):
+            tensor = tensor.mT
         theirs = table.get_name(stem)
         assert theirs is not None, name
         found[f"{theirs}.{kind}"] = tensor
@@ -99,6 +107,9 @@ def converted(
 
 def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     """The keys of an architecture, as the converter of each model writes them."""
+    if config["model_type"] == "gpt2":
+        add_gpt2(writer, config)
+        return
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -131,9 +142,19 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
 
 
+def add_gpt2(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Those of GPT-2, which has no RoPE."""
+    writer.add_block_count(config["n_layer"])
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_feed_forward_length(config["n_inner"] or 4 * config["n_embd"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+
+
 def rope_factors(config: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
     """What llama.cpp's converter makes of Llama 3.1's rope_parameters."""
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters", {})
     if rope.get("rope_type") != "llama3":
         return None
     half, theta = config["head_dim"] // 2, rope["rope_theta"]

@@ -88,6 +88,8 @@ MODELS: dict[str, Callable[[], Case]] = {
         "full_attention", "sliding_attention"],
     ),
     "gpt-oss": lambda: case("GptOss", sliding_window=8, **SIZES, **GPT_OSS),
+    "SmolLM3": lambda: case("SmolLM3", **SIZES, num_hidden_layers=5, **rope(2e6)),
+    "GPT2": lambda: case("GPT2", n_embd=96, n_inner=160),
 }  # fmt: skip
 TYPES_IN_TURN = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 BF16 F16 F32".split()
 
@@ -334,6 +336,21 @@ def test_byte_level_ids_are_the_librarys(kind: str, tmp_path: Path) -> None:
     adds = families_text.SETTINGS.get(kind, {}).get("add_bos_token")
     known = kind in ("llama", "tekken")
     assert settings["add_bos_token"] == (known if adds is None else adds)
+
+
+def test_a_rule_goes_by_several_names(tmp_path: Path) -> None:
+    """Falcon 3's is Llama 3's; so is SmolLM3's, but that no text begins with BOS."""
+    _, _, metadata = tokenizer_of("llama", tmp_path, families_text.llama())
+    metadata = {k: v for k, v in metadata.items() if "add_bos_token" not in k}
+    made, begins = dict[str, Any](), dict[str, bool]()
+    for pre in ("llama-bpe", "falcon3", "smaug-bpe"):
+        named = {**metadata, "tokenizer.ggml.pre": pre}
+        made[pre] = Tokenizer.from_str(json.dumps(tokenizer_data(named)))
+        begins[pre] = settings_data(named)["add_bos_token"]
+    assert begins == {"llama-bpe": True, "falcon3": True, "smaug-bpe": False}
+    for text in TEXTS:
+        ids = [one.encode(text, add_special_tokens=False).ids for one in made.values()]
+        assert ids == [ids[0]] * 3
 
 
 def test_smollm_takes_digits_one_by_one(tmp_path: Path) -> None:

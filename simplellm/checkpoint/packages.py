@@ -42,6 +42,7 @@ PACKAGED = {
         title="SmolLM2-135M-Instruct by Hugging Face",
         license="Apache-2.0",
         megabytes=93,
+        # As in its card's example, huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct.
         sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }

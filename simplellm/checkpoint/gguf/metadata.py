@@ -6,7 +6,7 @@ is computed is translated or refused by name, never skipped.
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,8 @@ MODEL_TYPES = {
     "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
     "gpt-oss": "gpt_oss",
+    "smollm3": "smollm3",
+    "gpt2": "gpt2",
 }
 # A field behind "llama." or another architecture, and its name in config.json.
 FIELDS = {
@@ -157,9 +159,8 @@ def config_data(container: Container) -> dict[str, Any]:
         data |= biases_of(data["model_type"], container)
         scaling = rope_scaling(arch, fields, container)
         data |= {"rope_scaling": scaling} if scaling else {}
-        data |= {"gemma3_text": gemma, "gpt_oss": gpt_oss, "qwen3_moe": experts}.get(
-            data["model_type"], lambda arch, fields: {}
-        )(arch, fields)
+        if more := OF_FAMILY.get(data["model_type"]):
+            data |= more(arch, fields)
         renamed = NAMES_IN.get(data["model_type"], {})
         return {renamed.get(key, key): value for key, value in data.items()}
 
@@ -223,7 +224,7 @@ def sizes_of(
 def biases_of(model_type: str, container: Container) -> dict[str, Any]:
     """What config.json says of biases in the families in which it does."""
     names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
-    known = {"llama": 2, "qwen3": 1, "qwen3_moe": 1}.get(model_type, 0)
+    known = {"llama": 2, "smollm3": 2, "qwen3": 1, "qwen3_moe": 1}.get(model_type, 0)
     pairs = [*names.items()][:known]
     return {name: True for name, tensor in pairs if tensor in container.tensors}
 
@@ -340,3 +341,24 @@ def experts(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": fields.get("expert_feed_forward_length"),
         "norm_topk_prob": fields.get("expert_weights_norm", True),
     }
+
+
+def smollm3(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp knows of SmolLM3: every fourth layer does not rotate."""
+    return {"no_rope_layer_interval": 4}
+
+
+def gpt2(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """GPT-2's norms are LayerNorms."""
+    epsilon = fields.get("attention.layer_norm_epsilon")
+    return {} if epsilon is None else {"layer_norm_epsilon": epsilon}
+
+
+# What a file has of a family beside what all have, by its model_type.
+OF_FAMILY: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
+    "gemma3_text": gemma,
+    "gpt_oss": gpt_oss,
+    "qwen3_moe": experts,
+    "smollm3": smollm3,
+    "gpt2": gpt2,
+}

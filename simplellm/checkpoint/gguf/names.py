@@ -27,12 +27,26 @@ STORED = {
     "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-STORED_OF_GPT_OSS = STORED | {"mlp_norm.weight": "post_attention_norm.weight"}
+# By model_type, what it calls otherwise.
+STORED_OF = {
+    "gpt_oss": STORED | {"mlp_norm.weight": "post_attention_norm.weight"},
+    "gpt2": STORED
+    | {
+        "embed_positions.weight": "position_embd.weight",
+        "attn_norm.bias": "attn_norm.bias",
+        "attn.qkv.weight": "attn_qkv.weight",
+        "attn.qkv.bias": "attn_qkv.bias",
+        "mlp_norm.bias": "ffn_norm.bias",
+        "mlp.gate_up.weight": "ffn_up.weight",
+        "mlp.gate_up.bias": "ffn_up.bias",
+        "norm.bias": "output_norm.bias",
+    },
+}
 
 
 def stored_as(ours: str, model_type: str) -> list[str]:
     """What is in the file for our tensor ``ours``: one name, or those of its parts."""
-    table = STORED_OF_GPT_OSS if model_type == "gpt_oss" else STORED
+    table = STORED_OF.get(model_type, STORED)
     prefix, layer, rest = "", "", ours
     if ours.startswith("layers."):
         _, layer, rest = ours.split(".", 2)

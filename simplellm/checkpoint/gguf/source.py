@@ -33,7 +33,7 @@ from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names
 from simplellm.checkpoint.source import TensorInfo
 
 # Families of which llama.cpp has q and k with their rows in pairs.
-PAIRED_HEADS = "llama", "mistral", "mixtral"
+PAIRED_HEADS = "llama", "mistral", "mixtral", "smollm3"
 
 
 class GGUFCheckpoint:

@@ -63,8 +63,9 @@ CUTS = {
     "deepseek-r1-qwen": PreTokenizer(split(QWEN2_SPLIT)),
     "tekken": PreTokenizer(split(TEKKEN_SPLIT), ignore_merges=True, begins=True),
     "gpt-4o": PreTokenizer(split(GPT4O_SPLIT)),
+    "smaug-bpe": PreTokenizer(split(LLAMA3_SPLIT)),  # of SmolLM3, too
 }
-CUTS |= {"llama3": CUTS["llama-bpe"], "llama-v3": CUTS["llama-bpe"]}
+CUTS |= dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), CUTS["llama-bpe"])
 # Control tokens that end a turn wherever they are, as llama.cpp has it: files of one
 # family name the one or the other in their metadata.
 TURN_ENDS = (
