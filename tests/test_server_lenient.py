@@ -213,6 +213,12 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (COUNT, {"max_tokens": 5}, "max_tokens"),
     (COUNT, {"metadata": {}, "stream": True}, "metadata, stream"),
     (COUNT, {"temperature": 0}, "temperature"),
+    (  # alone, too: there is nothing in it to count
+        COUNT,
+        {"tools": [{"type": "web_search_20250305", "name": "w"}]},
+        "tools.web_search_20250305",
+    ),
+    (CHAT, {"user": 5, "metadata": "x"}, "user, metadata"),
     (MESSAGE, {"service_tier": "priority"}, "service_tier"),
     (COMPLETE, {"cache_prompt": True, "n_keep": 3}, "cache_prompt, n_keep"),
     (COMPLETE, {"store": None, "mm_processor_kwargs": None}, ""),
@@ -257,6 +263,8 @@ EFFORTS: dict[str, list[Fields]] = {
         {"think": True},
         {"thinking_token_budget": 500},
         {"reasoning_effort": None},
+        {"reasoning_effort": "default"},
+        {"reasoning_effort": ""},
     ],
     "high": [
         {"reasoning_effort": "xhigh"},
@@ -289,6 +297,32 @@ MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"stop": [""]}, {"stop": []}),
     (CHAT, {"stop": ["", "a"]}, {"stop": ["a"]}),
     (CHAT, {"stop": ""}, {}),
+    (CHAT, {"max_tokens": "5"}, {"max_tokens": 5}),  # as forms and automations do
+    (COMPLETE, {"temperature": "0.5", "seed": "7"}, {"temperature": 0.5, "seed": 7}),
+    (MESSAGE, {"max_tokens": "5"}, {"max_tokens": 5}),
+    (RESPOND, {"max_output_tokens": "5"}, {"max_output_tokens": 5}),
+    (MESSAGE, {"top_p": -1}, {}),
+    (CHAT, {"logit_bias": []}, {"logit_bias": {}}),  # an empty object of PHP's
+    (CHAT, {"logit_bias": {"5": "-9"}}, {"logit_bias": {"5": -9}}),
+    (  # llama.cpp's
+        COMPLETE,
+        {"logit_bias": [[5, 1.5], [6, False]]},
+        {"logit_bias": {"5": 1.5, "6": -100}},
+    ),
+    (CHAT, {"logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"logprobs": 0}, {}),
+    (
+        CHAT,
+        {"response_format": "json_object"},
+        {"response_format": {"type": "json_object"}},
+    ),
+    (CHAT, {"tools": [TOOL, TOOL]}, {"tools": [TOOL]}),
+    (COMPLETE, {"grammar": "", "json_schema": {}}, {}),
+    (
+        MESSAGE,
+        {"tools": [TOOL]},
+        {"tools": [{"name": "add", "input_schema": FUNCTION["parameters"]}]},
+    ),
     *(
         (path, {old: value}, {"structured_outputs": {new: value}})
         for path in (CHAT, COMPLETE)
@@ -450,6 +484,9 @@ def result(content: Any, id: str = "c") -> dict[str, Any]:
 
 
 RESULT = {"role": "function", "name": "f", "content": "x"}
+# Blocks of Anthropic's.
+USED = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
+GAVE = {"type": "tool_result", "tool_use_id": "c", "content": "R"}
 PICTURE = USER | {"content": "[image_url: this model reads text only]"}
 # Messages, and those that say the same.
 MESSAGES: list[tuple[list[Any], list[Any]]] = [
@@ -503,6 +540,34 @@ MESSAGES: list[tuple[list[Any], list[Any]]] = [
         [USER, USER | {"role": "assistant"}],
     ),
     ([USER | {"content": 5}], [USER | {"content": "5"}]),
+    ([USER, called("f"), result(True)], [USER, called("f"), result("true")]),
+    (  # Anthropic's blocks, as Cursor sends them
+        [
+            USER,
+            turn(content=[{"type": "text", "text": "So:"}, USED]),
+            USER
+            | {
+                "content": [
+                    {"type": "text", "text": "Go on."},
+                    GAVE,
+                ]
+            },
+        ],
+        [
+            USER,
+            called("f", '{"a": 1}') | {"content": "So:"},
+            result("R"),
+            USER | {"content": "Go on."},
+        ],
+    ),
+    (
+        [
+            USER,
+            turn(content=[USED]),
+            USER | {"content": [GAVE | {"content": ["R"]}]},
+        ],
+        [USER, called("f", '{"a": 1}'), result("R")],
+    ),
     (
         [{"role": "user", "content": [IMAGE]}, turn(content="x"), USER],
         [
@@ -698,6 +763,18 @@ BLOCKS: list[tuple[list[Any], list[Any]]] = [
         [USER, USE, USER],
     ),
     ([USER | {"content": None}, USER], [USER | {"content": ""}, USER]),
+    (
+        [USER, asked(USED | {"input": "{}"}, role="assistant"), USER],
+        [USER, USE, USER],
+    ),
+    (
+        [USER, asked(USED | {"input": "x"}, role="assistant"), USER],
+        [
+            USER,
+            asked(USED | {"input": {"_raw": "x"}}, role="assistant"),
+            USER,
+        ],
+    ),
     ([asked("Hi")], [USER]),
     ([USER | {"role": "Human"}], [USER]),
     ([USER | {"role": "developer"}, USER], [USER | {"role": "system"}, USER]),

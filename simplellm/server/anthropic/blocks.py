@@ -1,5 +1,6 @@
 """The messages of a conversation as Anthropic's clients send them, and their blocks."""
 
+import json
 from collections.abc import Mapping
 from itertools import groupby
 from reprlib import repr as short
@@ -54,6 +55,8 @@ class ToolUse(Part):
 
     @classmethod
     def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+        if isinstance(text := data.get("input"), str):
+            data["input"] = as_input(text)
         return {"input": {}, **data}
 
     def shown(self) -> Message:
@@ -61,6 +64,15 @@ class ToolUse(Part):
         arguments = raw if isinstance(raw, str) and len(self.input) == 1 else self.input
         function = {"name": shown_name(self.name), "arguments": arguments}
         return call_message({"id": self.id, "function": function}, "messages")
+
+
+def as_input(text: str) -> dict[str, Any]:
+    """A call's input, from the text that a client kept in its place."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    return fields if isinstance(fields, dict) else {RAW: text}
 
 
 KINDS_OF_ROLE: dict[str, tuple[type[Part], ...]] = {

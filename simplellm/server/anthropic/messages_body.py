@@ -35,7 +35,7 @@ from simplellm.server.http.bodies import (
 from simplellm.server.http.errors import APIError
 from simplellm.server.http.response_schemas import list_of
 from simplellm.server.openai.chat_messages import refuse_unread
-from simplellm.server.openai.tools import ClientTools, shown_name
+from simplellm.server.openai.tools import ClientTools, flat, shown_name
 from simplellm.text.dialects.dialect import Dialect
 from simplellm.text.harmony import Message, Tool
 from simplellm.text.harmony.schema import as_tools
@@ -152,7 +152,8 @@ class CountBody(Body):
         if isinstance(thinking, Mapping) and thinking.get("type") not in THINKING:
             data["thinking"] = {**thinking, "type": "adaptive"}
         if isinstance(tools := data.get("tools"), list):
-            data["tools"] = offered_here(tools, context)
+            tools = [as_custom(tool) for tool in tools]
+            data["tools"] = offered_here(tools, context, counted=cls is CountBody)
             if data.get("mcp_servers") and tools:
                 del data["mcp_servers"]
                 context.ignore("mcp_servers")
@@ -279,8 +280,21 @@ def with_output(data: dict[str, Any]) -> dict[str, Any]:
     return data | ({"output_config": output} if output else {})
 
 
-def offered_here(tools: Sequence[Any], context: ValidationContext) -> list[Any]:
-    """The tools without those that Anthropic runs, unless there are no others."""
+def as_custom(tool: Any) -> Any:
+    """A tool in Anthropic's words, also a function in OpenAI's."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        return tool
+    fields = {key: value for key, value in flat(tool).items() if key != "type"}
+    return {"input_schema": fields.pop("parameters", None) or {}, **fields}
+
+
+def offered_here(
+    tools: Sequence[Any], context: ValidationContext, counted: bool
+) -> list[Any]:
+    """The tools without those that Anthropic runs, unless there are no others.
+
+    Where tokens are only ``counted``, these are left out, too: they have none.
+    """
     kept, left_out = [], []
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, Mapping) else None
@@ -288,7 +302,7 @@ def offered_here(tools: Sequence[Any], context: ValidationContext) -> list[Any]:
             left_out.append(kind)
         else:
             kept.append(tool)
-    if not kept:
+    if not kept and not counted:
         return [*tools]
     for kind in left_out:
         context.ignore(f"tools.{kind}")

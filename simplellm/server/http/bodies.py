@@ -97,8 +97,12 @@ SHARED_UNSUPPORTED = {
     "cache_salt": Unsupported(NOT_HERE, hint=True),
 }
 TEXT_ONLY = "this model reads text only"
-EFFORTS = {"none": "low", "minimal": "low", "auto": "medium"}
-EFFORTS |= {"xhigh": "high", "max": "high"}
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+EFFORTS |= dict.fromkeys(("", "auto", "default"), "medium")
+
+
+NUMBERS = (int, float, int | None, float | None)  # annotations of fields
+NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")  # that may stand in quotes
 
 
 def text_instead(what: str) -> str:
@@ -185,6 +189,12 @@ class Body(Part):
         """Every parameter that it takes."""
         return {*cls.model_fields}
 
+    @classmethod
+    def numbers(cls) -> set[str]:
+        """Those that are numbers."""
+        fields = cls.model_fields.items()
+        return {name for name, field in fields if field.annotation in NUMBERS}
+
     @model_validator(mode="before")
     @classmethod
     def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
@@ -198,8 +208,10 @@ class Body(Part):
         fields = {}
         for key, value in data.items():
             if key in known:
+                if value is not None and not context.strict:
+                    value = number_in(value) if key in cls.numbers() else whole(value)
                 if value is not None:
-                    fields[key] = value if context.strict else whole(value)
+                    fields[key] = value
                 continue
             name, entry = f"{cls.prefix}{key}", cls.unsupported.get(key)
             if entry is not None and (value is None or value in entry.ignored_values):
@@ -214,6 +226,12 @@ class Body(Part):
 def whole(value: Any) -> Any:
     """A whole number as an integer, whatever it was written as."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def number_in(value: Any) -> Any:
+    """A number, also one in quotes, as forms and automations send it."""
+    written = isinstance(value, str) and NUMBER.fullmatch(value)
+    return whole(float(value) if written else value)
 
 
 def json_field(spec: Any) -> tuple[Any, Any]:
@@ -300,6 +318,28 @@ RENAMED = {
 }
 
 
+# What a client may call its requests: nothing is done with it.
+LABELS: dict[str, type] = {
+    "user": str,
+    "metadata": dict,
+    "safety_identifier": str,
+    "prompt_cache_key": str,
+}
+
+
+def as_biases(given: list[Any] | dict[str, Any]) -> Any:
+    """OpenAI's logit_bias of llama.cpp's: pairs of a token and a number, or false.
+
+    A list of anything else stays, and is refused.
+    """
+    if isinstance(given, dict):
+        return {token: number_in(bias) for token, bias in given.items()}
+    pairs = [pair for pair in given if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) < len(given) or any(type(token) is not int for token, _ in pairs):
+        return given
+    return {str(t): -100 if bias is False else bias for t, bias in pairs}
+
+
 class SampledBody(Body):
     """What all bodies have that ask the model; beside it all of `SamplingParams`."""
 
@@ -338,10 +378,23 @@ class SampledBody(Body):
         return own | cls.sampling_names()
 
     @classmethod
+    def numbers(cls) -> set[str]:
+        sampled = (name for name, (kind, _) in SAMPLING.items() if kind in NUMBERS)
+        return super().numbers() | {*sampled}
+
+    @classmethod
     def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
         for old, new in RENAMED.items():
             if old in data:
                 data.setdefault(new, data.pop(old))
+        for name, kind in LABELS.items():
+            if not isinstance(data.get(name, kind()), kind):
+                del data[name]
+                context.ignore(name)
+        if isinstance(biases := data.get("logit_bias"), list | dict):
+            data["logit_bias"] = as_biases(biases)
+        if data.get("top_p") == -1:  # no limit
+            del data["top_p"]
         for name in LIMITS:
             if data.get(name) == -1:  # as many as there is room for
                 del data[name]
@@ -354,6 +407,7 @@ class SampledBody(Body):
             data["stop"] = [stop for stop in stops if stop != ""]
         outputs = data.get("structured_outputs", {})
         given = {new: data.pop(old) for old, new in STRUCTURED.items() if old in data}
+        given = {name: rule for name, rule in given.items() if rule not in ("", {}, [])}
         if given and isinstance(outputs, dict):
             data["structured_outputs"] = {**outputs, **given}
         return data

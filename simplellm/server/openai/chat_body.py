@@ -21,6 +21,8 @@ from simplellm.server.openai.chat_messages import (
     TEXT_TYPES,
     ChatMessage,
     Tools,
+    as_text,
+    from_blocks,
     refuse_unread,
 )
 from simplellm.server.openai.tools import KINDS
@@ -73,9 +75,14 @@ class ChatBody(LabeledBody):
         data = with_pairs(data, context)
         if isinstance(tools := data.get("tools"), list):
             data["tools"] = offered_tools(tools, context)
-        if isinstance(form := data.get("response_format"), Mapping):
+        form = data.get("response_format")
+        if isinstance(form, str):
+            data["response_format"] = {"type": form}
+        elif isinstance(form, Mapping):
             data["response_format"] = named_format(form)
         if isinstance(messages := data.get("messages"), list):
+            messages = [one for message in messages for one in from_blocks(message)]
+            data["messages"] = messages
             refuse_unread(messages, "messages", TEXT_TYPES)
         return data
 
@@ -137,6 +144,11 @@ def with_effort(data: dict[str, Any], context: ValidationContext) -> dict[str, A
 
 def with_pairs(data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
     """Parameters that mean something only beside another one."""
+    count = data.get("logprobs")
+    if isinstance(count, int) and not isinstance(count, bool):
+        data["logprobs"] = count > 0  # as completions have it
+        if count > 0:
+            data.setdefault("top_logprobs", count)
     for name, other in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
         if name in data and not data.get(other):
             del data[name]
@@ -168,15 +180,17 @@ def offered_tools(
 ) -> list[Any]:
     """The tools without those that others run themselves, unless there are no others.
 
-    An answer without them would be another one where nothing can take their place.
+    An answer without them would be another one where nothing can take their place. One
+    that is there twice is meant once.
     """
-    kept, left_out = [], []
+    kept, left_out, seen = list[Any](), list[str](), set[Any]()
     for tool in tools:
         kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
         if isinstance(kind, str) and kind not in KINDS:
             left_out.append(f"{where}.{kind}")
-        else:
+        elif not isinstance(text := as_text(tool), str) or text not in seen:
             kept.append(tool)
+            seen.add(text if isinstance(text, str) else None)
     if not kept:
         return [*tools]
     for name in left_out:

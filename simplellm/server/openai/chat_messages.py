@@ -101,8 +101,9 @@ class ChatMessage(Part):
         content: Any = data.get("content")
         if isinstance(content, Mapping):
             content = [content] if "type" in content else as_text(content)
-        if isinstance(content, int | float) and not isinstance(content, bool):
-            content = str(content)
+        if isinstance(content, int | float):
+            spelled = role == "tool" or not isinstance(content, bool)
+            content = as_text(content) if spelled else content
         if isinstance(content, list) and role == "assistant":
             data, content = with_thoughts(data, content)
         listed = isinstance(content, list) and role == "tool"
@@ -147,6 +148,39 @@ class ChatMessage(Part):
                 for call in self.tool_calls
             ]
         return message
+
+
+def from_blocks(message: Any) -> list[Any]:
+    """The messages that say the same as one with Anthropic's blocks of calls.
+
+    Editors that know Anthropic's models send these in chats, too.
+    """
+    content = message.get("content") if isinstance(message, Mapping) else None
+    blocks: dict[Any, list[Any]] = {"tool_use": [], "tool_result": [], "rest": []}
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        blocks[kind if kind in ("tool_use", "tool_result") else "rest"].append(part)
+    calls, results, rest = blocks.values()
+    if not (calls or results):
+        return [message]
+    found = [
+        {
+            "role": "tool",
+            "tool_call_id": one.get("tool_use_id"),
+            "content": one.get("content"),
+        }
+        for one in results
+    ]
+    message = {**message, "content": rest or None}
+    if calls:
+        functions = [
+            {"name": c.get("name"), "arguments": c.get("input")} for c in calls
+        ]
+        message["tool_calls"] = [
+            {"id": call.get("id"), "function": function}
+            for call, function in zip(calls, functions, strict=True)
+        ]
+    return [*found, message] if calls or rest else found
 
 
 def role_of(message: Mapping[str, Any]) -> Any:
