@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from itertools import pairwise
@@ -671,9 +672,21 @@ def test_an_llm_of_a_file(tmp_path: Path) -> None:
 def test_files_in_a_folder_and_other_files_are_told_apart(
     llama: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "model.gguf").symlink_to(llama / "model.gguf")
-    with pytest.raises(CheckpointError, match=r"holds GGUF files \('model.gguf'\)"):
+    """A download may leave a folder with one, and ollama keeps them without a name."""
+    for name in ("a.gguf", "mmproj-a.gguf", "sha256-1f2e"):
+        (tmp_path / name).symlink_to(llama / "model.gguf")
+    for path in (tmp_path, tmp_path / "sha256-1f2e"):
+        with LLM(path) as llm:
+            assert llm.config.hidden_size == 96
+    (tmp_path / "b.gguf").symlink_to(llama / "model.gguf")
+    with pytest.raises(
+        CheckpointError, match=r"holds GGUF files .* one of them itself"
+    ):
         LLM(tmp_path)
+    shutil.copy(llama / "model.safetensors", tmp_path)
+    shutil.copy(llama / "config.json", tmp_path)
+    with LLM(tmp_path) as llm:  # as the hub has it goes first
+        assert not llm.config.formats
     (tmp_path / "other.txt").write_text("")
     with pytest.raises(CheckpointError, match=r"is a file; .* or a \*\.gguf file"):
         LLM(tmp_path / "other.txt")

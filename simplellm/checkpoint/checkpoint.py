@@ -295,7 +295,8 @@ def why_no_shards(folder: Path) -> str:
     if names := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
         return f"holds only {pickles} ({some(names)}); expected *.safetensors"
     if names := [file.name for file in folder.glob("*.gguf")]:
-        return f"holds GGUF files ({some(names)}); expected the first one itself"
+        expected = "one of them itself, of parts the first"
+        return f"holds GGUF files ({some(names)}); expected {expected}"
     return "is not a checkpoint; expected config.json and *.safetensors"
 
 

@@ -18,7 +18,7 @@ from simplellm.base.files import Folder, SmallFiles
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import MODELS
-from simplellm.checkpoint.gguf.container import open_container
+from simplellm.checkpoint.gguf.container import MAGIC, SHARD, open_container
 from simplellm.checkpoint.gguf.metadata import read_gguf_config
 from simplellm.checkpoint.gguf.tokens import GGUFFiles
 from simplellm.checkpoint.packages import find_packaged, sampling_of
@@ -31,12 +31,27 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 def path_of(model: str | Path | None) -> Path:
     """The folder or file of a ``model``, None for the one that comes with the package.
 
-    It may also be a name in `PACKAGED`. Raises CheckpointError if that package is
-    missing.
+    It may also be a name in `PACKAGED`, or a folder with nothing but a GGUF file.
+    Raises CheckpointError if that package is missing.
     """
     if model is None:
         return EMBEDDED
-    return find_packaged(model) or Path(model)
+    path = find_packaged(model) or Path(model)
+    return only_gguf(path) or path
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """The GGUF file, or the first of its parts, that a download has left in a folder.
+
+    Whether a config.json is there, too, doesn't matter; the part of a model that sees
+    is none. None where there are several, or safetensors.
+    """
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return None
+    files = [file for file in folder.glob("*.gguf") if "mmproj" not in file.name]
+    parts = {file: SHARD.fullmatch(file.name) for file in files}
+    first = [file for file, part in parts.items() if not part or int(part[2]) == 1]
+    return first[0] if len(first) == 1 else None
 
 
 def check_downloaded(model: str | Path | None) -> Path:
@@ -54,8 +69,11 @@ def check_downloaded(model: str | Path | None) -> Path:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint is a GGUF file."""
-    return path.suffix == ".gguf" and path.is_file()
+    """Whether a checkpoint is a GGUF file; ollama's have no such name."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix == ".gguf" or file.read(len(MAGIC)) == MAGIC
 
 
 def small_files(path: Path) -> SmallFiles:

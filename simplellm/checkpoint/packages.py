@@ -49,8 +49,11 @@ PACKAGED = {
 
 
 def packaged(model: str | Path) -> PackagedModel | None:
-    """The package of a model by its name; a file or folder of that name goes first."""
-    return None if Path(model).exists() else PACKAGED.get(str(model))
+    """The package of a model by its name, in capitals or not.
+
+    A file or folder of that name goes first.
+    """
+    return None if Path(model).exists() else PACKAGED.get(str(model).lower())
 
 
 def sampling_of(file: Path) -> Mapping[str, float]:

@@ -44,6 +44,7 @@ NAMES_OF_OTHERS = {
     int(number): name
     for name, _, number in (word.partition("=") for word in OTHERS.split())
 }
+MAGIC = b"GGUF"  # a file's first bytes
 STRING, ARRAY, FLOAT32 = 8, 9, 6
 # The struct code of a value by its type.
 CODES = dict(zip([*range(8), 10, 11, 12], "BbHhIif?Qqd", strict=True))
@@ -145,7 +146,7 @@ def read_gguf_header(
     """Metadata and tensors of one mapped file. Raises ValueError."""
     header = Header(data)
     magic, version = header.unpack("4sI")
-    expect(magic == b"GGUF", "the file's first four bytes", magic, "b'GGUF'")
+    expect(magic == MAGIC, "the file's first four bytes", magic, f"{MAGIC!r}")
     big = version & 0xFFFF == 0
     known = "2 or 3" + ", in little-endian order" * big
     expect(version in (2, 3), "the version of GGUF", version, known)
