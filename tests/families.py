@@ -122,7 +122,7 @@ def case(kind: str, **changes: Any) -> Case:
 def sparse(kind: str, **changes: Any) -> Case:
     many = {"num_local_experts": 5, "num_experts": 5, "num_experts_per_tok": 2}
     del many["num_experts" if kind == "Mixtral" else "num_local_experts"]
-    return case(kind, **many, **changes)
+    return case(kind, **{**many, **changes})
 
 
 WINDOW = {"sliding_window": 19}

@@ -13,6 +13,7 @@ from checkpoints import TINY, write_checkpoint
 from torch import Tensor
 
 from simplellm import LLM, EngineConfig
+from simplellm.base.config import ModelConfig
 from simplellm.base.request import Request
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.engine.scheduler import ScheduledChunk
@@ -41,9 +42,9 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, config: ModelConfig = CONFIG) -> Path:
     """A random checkpoint with the embedded model's tokenizer."""
-    write_checkpoint(folder, CONFIG)
+    write_checkpoint(folder, config)
     for name in ("tokenizer.json", "generation_config.json"):
         shutil.copy(EMBEDDED / name, folder)
     return folder

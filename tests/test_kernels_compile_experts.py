@@ -91,7 +91,7 @@ def expert_cases():
 def one_case(interleaved):
     rows = 5760 if interleaved else 2880
     half = fragments.ExpertSizes(rows, 2880, interleaved, 7.0, 1.702, 4, True)
-    start = experts_one.one_launcher(experts_one.one_tiling(1), half)
+    start = experts_one.one_launcher(experts_one.one_tiling(1), half, 128)
     if interleaved:
         return case_of(start, "*bf16 *i32 *i32 *i32 *bf16 *i32 *bf16", "scores_ptr")
     return case_of(start, "*bf16 *i32 *fp32 *i32 *i32 *bf16 *i32 *fp32")

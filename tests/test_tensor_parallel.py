@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY
-from families import CASES, write
+from checkpoints import TINY, write_checkpoint
+from families import CASES, MOE, sparse, write
 from gguf_files import write_gguf
-from models import SMALL
+from models import SMALL, write_model
 from torch import Tensor
 
 from simplellm import LLM, EngineConfig
@@ -27,9 +27,14 @@ from simplellm.api.load import read_weights
 from simplellm.apps.cli import main
 from simplellm.base.request import EngineError
 from simplellm.base.sampling_params import SamplingParams
-from simplellm.checkpoint.checkpoint import RandomCheckpoint, open_weights
+from simplellm.checkpoint.checkpoint import (
+    Checkpoint,
+    RandomCheckpoint,
+    open_weights,
+)
 from simplellm.checkpoint.families import family_config
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
+from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.sharding import Shard, ShardedSource, check_shards
 from simplellm.checkpoint.source import Source
 from simplellm.engine import ranks as ranks_module
@@ -62,19 +67,23 @@ def together(folder: Path, size: int, compute: Callable[[Group], Any]) -> list[A
         return list(threads.map(rank, range(size)))
 
 
-def shard_of(source: Source, group: Group, ops: Ops = PLAIN) -> Model:
-    """A rank's part of a model in float32."""
-    shard, config = Shard(group.rank, group.size), source.config
+def shard_of(
+    source: Source, group: Group, ops: Ops = PLAIN, experts: bool = False
+) -> Model:
+    """A rank's part of a model in float32, with whole ``experts`` or parts of all."""
+    shard, config = Shard(group.rank, group.size, experts), source.config
     table = parallel(ops, group, shard.vocabulary(config), config.vocab_size)
     own = ShardedSource(source, shard, group.max)
     return read_weights(own, torch.float32, CPU, table)
 
 
-def compare(source: Source, folder: Path, size: int, ops: Ops = PLAIN) -> None:
+def compare(
+    source: Source, folder: Path, size: int, ops: Ops = PLAIN, experts: bool = False
+) -> None:
     """The ranks' logits are those of one rank, and their tokens are the same bits."""
 
     def compute(group: Group) -> tuple[Tensor, Tensor]:
-        model = shard_of(source, group, ops)
+        model = shard_of(source, group, ops, experts)
         logits = model.logits(IDS)
         return logits, model.ops.argmax(logits)
 
@@ -130,6 +139,13 @@ LLAMA = {
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
 def compressed(inputs: Any = None, **weights: Any) -> dict[str, Any]:
     """What llm-compressor says of all its linear layers."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -146,12 +162,12 @@ INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 
 
 EACH_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
-MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+BLOCKS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 QUANTIZATIONS = {
     "fp8": FP8,  # tiles of 128 rows, which KV heads of 64 part
     "int8 weights": compressed(**INT8),
     "int8": compressed({**EACH_TOKEN, "type": "int"}, **INT8),  # one scale for a row
-    "mxfp4": compressed(**MXFP4),
+    "mxfp4": compressed(**BLOCKS),
 }
 
 
@@ -190,6 +206,75 @@ def test_ranks_hold_each_number_once(tmp_path: Path) -> None:
         assert sum(sizes) == whole if name.split else sizes == [whole] * 4
 
 
+# Whole experts on each rank.
+
+OF_FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
+SPARSE = {
+    "Mixtral": sparse("Mixtral", num_local_experts=8, **OF_FOUR),
+    "Qwen3-MoE": sparse(
+        "Qwen3Moe", num_experts=8, mlp_only_layers=[1], **MOE, **OF_FOUR
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", SPARSE)
+def test_families_with_sharded_experts(name: str, size: int, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", SPARSE[name].build())
+    source = open_weights(folder, torch.float32, CPU, False, None)
+    compare(source, tmp_path / "g", size, experts=True)
+
+
+SIXTEEN = replace(FOUR, num_local_experts=16, num_experts_per_tok=4)
+
+
+@pytest.mark.parametrize("ops", [PLAIN, NUMPY], ids=["plain", "NumPy"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_gpt_oss_with_sharded_experts(size: int, ops: Ops, tmp_path: Path) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "model", SIXTEEN))
+    compare(source, tmp_path / "g", size, ops, experts=True)
+
+
+@pytest.mark.parametrize("form", QUANTIZATIONS)
+def test_formats_with_sharded_experts(form: str, tmp_path: Path) -> None:
+    config = family_config(MIXTRAL | {"quantization_config": QUANTIZATIONS[form]})
+    source = RandomCheckpoint(config, dtype=torch.float32)
+    compare(source, tmp_path / "g", 2, experts=True)
+
+
+def test_int8_files_with_sharded_experts(tmp_path: Path) -> None:
+    write(tmp_path / "model", SPARSE["Mixtral"].build())
+    folders = [str(tmp_path / "model"), str(tmp_path / "int8")]
+    assert main(["quantize", *folders, "--format", "int8"]) == 0
+    source = open_weights(folders[1], torch.float32, CPU, False, None)
+    compare(source, tmp_path / "g", 2, experts=True)
+
+
+def test_ranks_hold_each_expert_once(tmp_path: Path) -> None:
+    """Where experts lie in one tensor of a file, a rank's part is not even copied."""
+    source = Checkpoint(write_checkpoint(tmp_path / "model", SIXTEEN))
+    shards = [ShardedSource(source, Shard(rank, 4, True), max) for rank in range(4)]
+    for ours, name in shards[0].table.items():
+        sizes = [shard[ours].nbytes for shard in shards]
+        whole = source[ours].nbytes
+        assert sum(sizes) == whole if name.split else sizes == [whole] * 4
+    ours = "layers.1.experts.down"
+    held, every = shards[2][ours], source[ours]
+    assert isinstance(held, MXFP4) and isinstance(every, MXFP4)
+    assert held.blocks.data_ptr() == every.blocks[8].data_ptr()
+
+
+def test_of_experts_that_lie_apart_only_a_ranks_own_are_read(tmp_path: Path) -> None:
+    source = Checkpoint(write(tmp_path / "model", SPARSE["Mixtral"].build()))
+    ours = "layers.0.experts.gate_up"
+    gates_and_ups = source.parts(ours, range(2, 4))
+    assert len(gates_and_ups) == 2 * 2
+    held, every = ShardedSource(source, Shard(1, 4, True), max)[ours], source[ours]
+    assert isinstance(held, Tensor) and isinstance(every, Tensor)
+    assert held.equal(every[2:4])
+    assert held.equal(torch.cat(gates_and_ups).view(held.shape))  # type: ignore[arg-type]
+
+
 # What can't be shared out is refused.
 
 
@@ -218,6 +303,19 @@ def test_what_cannot_be_cut_is_refused(config, size: int, message: str | None) -
 def test_an_llm_refuses_before_it_starts_a_process(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"is 3; expected a divisor of .* 2 KV heads"):
         LLM(folder, device="cpu", tensor_parallel_size=3)
+
+
+def test_experts_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
+    check_shards(TINY, 1, expert_parallel=True)
+    with pytest.raises(ValueError, match=r"size is 2; expected a divisor .* 5 experts"):
+        check_shards(TINY, 2, expert_parallel=True)
+    folder = write(tmp_path, CASES["Llama"]().build())
+    for size in (1, 2):
+        sizes: dict[str, Any] = {"tensor_parallel_size": size}
+        with pytest.raises(
+            ValueError, match=r"enable_expert_parallel is True; .*dense"
+        ):
+            LLM(folder, device="cpu", enable_expert_parallel=True, **sizes)
 
 
 # Sampling over shards of the vocabulary, from the same logits.
@@ -371,6 +469,33 @@ def test_drafts(number: int | None, folder: Path) -> None:
     with LLM(folder, config, device="cpu", tensor_parallel_size=2) as llm:
         assert answers(llm) == expected
         assert number is None or llm.stats().drafts > 0
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with as many heads and experts as four ranks need."""
+    path = tmp_path_factory.mktemp("wide")
+    return write_model(path / "model", replace(SIXTEEN, vocab_size=1100))
+
+
+@pytest.mark.parametrize(
+    ("size", "experts"),
+    [
+        (2, True),
+        pytest.param(4, True, marks=pytest.mark.exhaustive),
+        pytest.param(4, False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_more_ranks_and_whole_experts(size: int, experts: bool, wide: Path) -> None:
+    config = replace(few_pages(), enable_expert_parallel=experts)
+    with LLM(wide, few_pages(), device="cpu") as llm:
+        expected, scores = answers(llm), everything(llm)
+    with LLM(wide, config, device="cpu", tensor_parallel_size=size) as llm:
+        assert len(processes(llm)) == size - 1
+        assert answers(llm) == expected
+        for found, one in zip(everything(llm), scores, strict=True):
+            torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5)
+        assert llm.stats().preemptions > 0
 
 
 def test_ranks_that_wait_use_no_time(two: LLM) -> None:

@@ -99,7 +99,7 @@ def load_engine(
 
     ``config`` has been resolved. Each of ``ranks`` loads its shard.
     """
-    source = ranks.shard(source)
+    source = ranks.shard(source, config)
     operations, why = choose_operations(config, source, dtype, device)
     LOGGER.info(
         "computing %s on %s with %s", title(source.config), name_of(device), why

@@ -81,6 +81,13 @@ ParallelSize = Annotated[
         help="Processes, each with a GPU of its own, that share each weight.",
     ),
 ]
+WholeExperts = Annotated[
+    bool,
+    typer.Option(
+        "--enable-expert-parallel",
+        help="Give each of these processes whole experts, not a slice of each.",
+    ),
+]
 CacheBytes = Annotated[
     int | None,
     typer.Option(help="Bytes for keys and values.  [what the memory allows]"),

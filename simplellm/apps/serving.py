@@ -17,6 +17,7 @@ from simplellm.apps.options import (
     ParallelSize,
     Speculative,
     Where,
+    WholeExperts,
     Yes,
 )
 from simplellm.apps.screen import Screen
@@ -141,6 +142,7 @@ def serve_model(
     speculative: Speculative = None,
     num_speculative_tokens: Drafts = None,
     tensor_parallel_size: ParallelSize = 1,
+    enable_expert_parallel: WholeExperts = False,
     replicas: Engines = None,
     watchdog_timeout: Watchdog = WATCHDOG_TIMEOUT,
     strict: Strict = False,
@@ -156,6 +158,7 @@ def serve_model(
     sizes |= {"num_speculative_tokens": num_speculative_tokens}
     sizes |= {"tensor_parallel_size": tensor_parallel_size, "cache_bytes": cache_bytes}
     sizes |= {"kv_cache_dtype": kv_cache_dtype}
+    sizes |= {"enable_expert_parallel": enable_expert_parallel}
     config = EngineConfig(**sizes, speculative=speculative)
     check_seconds(timeout, grace, watchdog_timeout)
     options = Options(

@@ -376,6 +376,7 @@ class ModelConfig:
     norm_topk_prob: bool = True  # the weights of a token's experts add up to 1
     dense_layers: tuple[int, ...] = ()
     dense_intermediate_size: int | None = declared(None)  # None: intermediate_size
+    held_experts: range | None = None  # of several ranks, this one's; None: all
     norm_offset: float = declared(0.0, low=0)  # added to the weights of all norms
     # Scores are divided by its root; None: head_dim. Needs norms of q and k.
     query_pre_attn_scalar: float | None = declared(None, above=0, high=1e9)
@@ -477,6 +478,8 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     # Processes that share each weight, and compute each step together.
     tensor_parallel_size: int = declared(1)
+    # Of these, each has whole experts, and not a slice of each.
+    enable_expert_parallel: bool = False
     # Where drafts of the next tokens come from: "suffix", what the text said before, or
     # the folder of an EAGLE-3 head (method and model in speculative_config); "head" is
     # the folder of that name in the model's own.

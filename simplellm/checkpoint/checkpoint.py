@@ -110,12 +110,13 @@ class Checkpoint:
         parts, form = self._views(ours), self.config.formats.get(ours)
         return assembled(parts, self._table[ours], self._shapes[ours], form)
 
-    def parts(self, ours: str) -> list[StoredWeight]:
+    def parts(self, ours: str, held: range | None = None) -> list[StoredWeight]:
         """What `__getitem__` joins, each [..., out, in], as views of the files.
 
-        They are in the order of `stored_names`.
+        They are in the order of `stored_names`. Of experts that lie apart, only those
+        that are ``held``.
         """
-        views = self._views(ours)
+        views = self._views(ours, held)
         if (form := self.config.formats.get(ours)) is None:
             return [view.mT if self._table[ours].turned else view for view in views]
         count = len(form.suffixes)
@@ -137,9 +138,12 @@ class Checkpoint:
             return infos
         return [replace(info, dtype=form.name) for info in infos]
 
-    def _views(self, ours: str) -> list[Tensor]:
+    def _views(self, ours: str, held: range | None = None) -> list[Tensor]:
         """Views of the files, or the numbers of weights that are unpacked."""
         infos = [self._infos[name] for name in self._stored[ours]]
+        if held is not None and "{e}" in self._table[ours].stored:
+            each = len(infos) // self.config.num_local_experts
+            infos = infos[held.start * each : held.stop * each]
         views = [tensor_view(self._shards[info.file], info) for info in infos]
         form = self._formats.get(ours)
         return dequantize_each(form, views) if isinstance(form, GroupedInt4) else views

@@ -144,10 +144,16 @@ def tensor_names(config: ModelConfig) -> dict[str, Name]:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """The logical shape of each tensor by our name: [out, in], experts unpacked."""
-    size = axes(config)
-    return {
+    size, held = axes(config), config.held_experts
+    shapes = {
         ours: tuple(size[axis] for axis in name.shape.split())
         for ours, name in tensor_names(config).items()
+    }
+    if held is None:
+        return shapes
+    return {
+        ours: (len(held), *shape[1:]) if ".experts." in ours else shape
+        for ours, shape in shapes.items()
     }
 
 

@@ -5,11 +5,12 @@ hidden states is column parallel, its output is shared out; the one that follows
 parallel, its input is, and what the ranks compute with it adds up to the result.
 Attention is cut between KV heads, each with the query heads that read it, feed-forward
 networks and every expert between intermediate columns, embedding and head between
-tokens. Norms and the router are on all ranks.
+tokens. Norms and the router are on all ranks. If the experts are sharded, a rank has
+some of them whole, and a token's others add nothing there: the sum is the same.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,13 +22,19 @@ from simplellm.base.config import BLOCK, ModelConfig, expect
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.int4 import Int4
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
-from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names, tensor_shapes
+from simplellm.checkpoint.names import (
+    PARTS_OF,
+    Name,
+    axes,
+    tensor_names,
+    tensor_shapes,
+)
 from simplellm.checkpoint.scaled import Scaled, join, round_tiles
 from simplellm.checkpoint.slices import part_of, sliced
 from simplellm.checkpoint.source import Source, TensorInfo
 from simplellm.checkpoint.stored import in_one, sent
 
-OPTION = "tensor_parallel_size"
+OPTION, WHOLE_EXPERTS = "tensor_parallel_size", "enable_expert_parallel"
 MASK_BITS = 32  # tokens of a vocabulary that share a word of a mask
 # Biases of row-parallel weights: the sum over all ranks gets them from the first.
 PARTIAL_BIASES = (".attn.o.bias", ".down.bias", ".down_bias")
@@ -35,10 +42,14 @@ PARTIAL_BIASES = (".attn.o.bias", ".down.bias", ".down_bias")
 
 @dataclass(frozen=True)
 class Shard:
-    """One of the parts of a model: that of ``rank``, of ``size`` ranks."""
+    """One of the parts of a model: that of ``rank``, of ``size`` ranks.
+
+    With ``expert_parallel`` it has whole experts.
+    """
 
     rank: int
     size: int
+    expert_parallel: bool = False
 
     def part(self, total: int, unit: int = 1) -> range:
         """This rank's of ``total`` rows or columns, in whole units but for the last."""
@@ -49,29 +60,47 @@ class Shard:
         return self.part(config.vocab_size, MASK_BITS)
 
 
-def column_unit(config: ModelConfig, axis: str) -> int:
+def split_names(config: ModelConfig, expert_parallel: bool) -> dict[str, Name]:
+    """`tensor_names`, of which experts are split by expert if that is so."""
+    names = tensor_names(config)
+    if not expert_parallel:
+        return names
+    return {
+        ours: name._replace(split="E") if ".experts." in ours else name
+        for ours, name in names.items()
+    }
+
+
+def column_unit(config: ModelConfig, axis: str, names: Mapping[str, Name]) -> int:
     """Where the columns called ``axis`` may be cut: between so many of them."""
     units = [1]
-    for ours, name in tensor_names(config).items():
+    for ours, name in names.items():
         form = config.formats.get(ours)
         if form is not None and name.shape.split()[-1] == axis == name.split:
             units.append(BLOCK if form.is_mxfp4 else form.tile[1] or 1)
     return math.lcm(*units)
 
 
-def check_shards(config: ModelConfig, size: int) -> None:
+def check_shards(config: ModelConfig, size: int, expert_parallel: bool = False) -> None:
     """Raise ValueError, which says why, for a model that is not cut in ``size``."""
+    experts = config.num_local_experts
+    if expert_parallel:
+        expected = "False: the model is dense, it has no experts"
+        expect(experts > 0, WHOLE_EXPERTS, True, expected)
+        expected = f"a divisor of the model's {experts} experts, since "
+        expected += f"{WHOLE_EXPERTS} is True"
+        expect(experts % size == 0, OPTION, size, expected)
     heads = config.num_key_value_heads
     expected = f"a divisor of the model's {heads} KV heads (num_key_value_heads)"
     expect(heads % size == 0, OPTION, size, expected)
-    measure, names = axes(config), tensor_names(config)
+    measure, names = axes(config), split_names(config, expert_parallel)
     for axis in {name.split for name in names.values()} & {"I", "F", "V"}:
-        unit = MASK_BITS if axis == "V" else column_unit(config, axis)
+        unit = MASK_BITS if axis == "V" else column_unit(config, axis, names)
         units = -(-measure[axis] // unit)
         what = "tokens of its vocabulary" if axis == "V" else "intermediate columns"
         expected = f"at most {units}: the model has {measure[axis]} {what}, which are "
         expect(size <= units, OPTION, size, expected + f"cut in blocks of {unit}")
-    columns, unit = measure["Q"] // size, column_unit(config, "Q")
+    columns, unit = measure["Q"] // size, column_unit(config, "Q", names)
     expected = (
         f"one that leaves each rank whole blocks of {unit} columns of its heads' "
     )
@@ -80,28 +109,39 @@ def check_shards(config: ModelConfig, size: int) -> None:
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """``config`` of what one rank computes: fewer heads and intermediate columns.
+    """``config`` of what one rank computes: fewer heads, and columns or experts.
 
     Its vocabulary is whole. Raises ValueError as `check_shards` does.
     """
-    check_shards(config, shard.size)
+    check_shards(config, shard.size, shard.expert_parallel)
     heads = config.num_attention_heads, config.num_key_value_heads
-    dense = config.dense_intermediate_size
+    inner, dense = (len(inner_part(config, shard, axis)) for axis in "IF")
+    apart = config.dense_intermediate_size is not None or shard.expert_parallel
     return replace(
         config,
         num_attention_heads=heads[0] // shard.size,
         num_key_value_heads=heads[1] // shard.size,
-        intermediate_size=len(inner_part(config, shard, "I")),
-        dense_intermediate_size=dense and len(inner_part(config, shard, "F")),
+        intermediate_size=inner,
+        dense_intermediate_size=dense if apart else None,
+        held_experts=held_experts(config, shard),
     )
+
+
+def held_experts(config: ModelConfig, shard: Shard) -> range | None:
+    """The experts that a rank has whole; None if it has parts of all."""
+    return shard.part(config.num_local_experts) if shard.expert_parallel else None
 
 
 def inner_part(config: ModelConfig, shard: Shard, axis: str) -> range:
     """A rank's intermediate columns, of experts ("I") or dense networks ("F")."""
-    unit = column_unit(config, axis)
+    names = split_names(config, shard.expert_parallel)
+    units = [column_unit(config, axis, names)]
     if config.dense_intermediate_size is None:  # both are intermediate_size
-        unit = math.lcm(column_unit(config, "I"), column_unit(config, "F"))
-    return shard.part(axes(config)[axis], unit)
+        units = [column_unit(config, axis, names) for axis in "IF"]
+    total = axes(config)[axis]
+    if axis == "I" and shard.expert_parallel:
+        return range(total)
+    return shard.part(total, math.lcm(*units))
 
 
 def parts_of_axes(config: ModelConfig, shard: Shard) -> dict[str, list[range]]:
@@ -118,6 +158,7 @@ def parts_of_axes(config: ModelConfig, shard: Shard) -> dict[str, list[range]]:
     # Rows of gate and up alternate in gpt-oss; in others all of gate come first.
     alternate = config.activation == "clamped_swiglu"
     return {
+        "E": [held_experts(config, shard) or range(config.num_local_experts)],
         "H": [heads],
         "Q": [q],
         "QKV": [q, kv, kv],
@@ -130,7 +171,7 @@ def parts_of_axes(config: ModelConfig, shard: Shard) -> dict[str, list[range]]:
 
 
 def narrowed(weight: StoredWeight, axis: int, part: range) -> StoredWeight:
-    """Rows (axis -2) or columns (-1) of a weight [..., out, in], as views.
+    """Rows (axis -2), columns (-1), experts (-3) of a weight [..., out, in], as views.
 
     Of an ordinary tensor any axis. Columns of packed weights are whole blocks; where
     rows end within a tile, all tiles are cut lower, so that each row keeps its scale.
@@ -140,6 +181,9 @@ def narrowed(weight: StoredWeight, axis: int, part: range) -> StoredWeight:
     start, stop, size = part.start, part.stop, len(part)
     values, (rows, columns) = weight.values.narrow(axis, start, size), weight.tile
     scales, (height, width) = weight.scales, weight.shape[-2:]
+    if axis == -3:
+        scales = scales.narrow(axis, start, size)
+        return Scaled(values, scales, weight.tile, weight.inputs)
     if axis == -2:
         lower = math.gcd(rows, start, 0 if stop == height else stop)
         scales = scales.repeat_interleave(rows // lower, -2)
@@ -195,17 +239,20 @@ class ShardedSource:
     `RowParallel`. Raises ValueError as `check_shards` does.
     """
 
-    mapped = False
-
     def __init__(
         self, source: Source, shard: Shard, largest: Callable[[Tensor], Tensor]
     ) -> None:
         self.source, self.shard, self.largest = source, shard, largest
         self.config = shard_config(source.config, shard)
-        self.table = tensor_names(source.config)
+        self.table = split_names(source.config, shard.expert_parallel)
         self.parts = parts_of_axes(source.config, shard)
         self.totals = axes(source.config)
         self.shapes = tensor_shapes(self.config)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether all experts are views of a file: slices of them are copied."""
+        return self.shard.expert_parallel and self.source.mapped
 
     @property
     def files(self) -> Sequence[Path]:
@@ -244,6 +291,9 @@ class ShardedSource:
         starts = [0, *accumulate(self.totals[n] for n in PARTS_OF.get(split, ()))]
         cuts = []
         for number, part in enumerate(self.stored_parts(ours)):
+            if split == "E" and len(part.shape) < len(named):  # one, or its half
+                cuts.append(as_contiguous(part))
+                continue
             if part.shape[axis] == whole:  # several parts in one
                 places = zip(starts, ranges, strict=False)
                 moved = [range(s + r.start, s + r.stop) for s, r in places]
@@ -262,7 +312,8 @@ class ShardedSource:
     def stored_parts(self, ours: str) -> Sequence[StoredWeight]:
         """The parts of a weight that lie apart, if they can be had so."""
         if isinstance(self.source, Checkpoint):
-            return self.source.parts(ours)
+            held = self.parts["E"][0] if self.table[ours].split == "E" else None
+            return self.source.parts(ours, held)
         weight = self.source[ours]
         assert not isinstance(weight, Int4)  # see `takes_packed`
         return [weight]

@@ -55,7 +55,7 @@ class Ranks:
 
     size = 1
 
-    def shard(self, source: Source) -> Source:
+    def shard(self, source: Source, config: EngineConfig) -> Source:
         """What this rank has of the weights."""
         return source
 
@@ -136,8 +136,8 @@ class TensorParallel(Ranks):
     tokens: range  # of the vocabulary, this rank's
     owned: tuple[Any, Any] = None, None  # columns, and this rank's of them
 
-    def shard(self, source: Source) -> Source:
-        here = Shard(self.group.rank, self.size)
+    def shard(self, source: Source, config: EngineConfig) -> Source:
+        here = Shard(self.group.rank, self.size, config.enable_expert_parallel)
         self.tokens = here.vocabulary(source.config)
         return ShardedSource(source, here, self.group.max)
 
@@ -566,9 +566,10 @@ def start_ranks(
     GPUs from ``device`` on; EngineError if one of them doesn't start.
     """
     size = config.tensor_parallel_size
+    if size > 1 or config.enable_expert_parallel:
+        check_shards(model, size, config.enable_expert_parallel)
     if size == 1:
         return ALONE
-    check_shards(model, size)
     if device.type == "cuda":
         count = torch.cuda.device_count() - device_of(device, 0).index
         expected = f"at most {count}: each rank has a GPU of its own, from {device} on"

@@ -87,6 +87,7 @@ def take_mlp(take: Take, config: ModelConfig) -> Experts | Dense:
         alpha=config.swiglu_alpha,
         activation=config.activation,
         normalized=config.norm_topk_prob,
+        first=config.held_experts.start if config.held_experts else 0,
     )
 
 

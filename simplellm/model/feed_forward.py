@@ -87,15 +87,16 @@ def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     pairs = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount().tolist()
     for expert, pair_ids in enumerate(pairs.split(counts)):
-        if len(pair_ids) == 0:
+        if len(pair_ids) == 0 or expert not in mlp.held:
             continue
         tokens = pair_ids // mlp.top_k  # [n], each at most once
+        place = expert - mlp.first
         first_bias, second_bias = (
-            None if bias is None else bias[expert]
+            None if bias is None else bias[place]
             for bias in (mlp.gate_up_bias, mlp.down_bias)
         )
-        gate_up = linear(x[tokens], mlp.gate_up[expert], first_bias)
+        gate_up = linear(x[tokens], mlp.gate_up[place], first_bias)
         hidden = activated(gate_up, mlp)  # [n, I]
-        y = linear(hidden, mlp.down[expert], second_bias)
+        y = linear(hidden, mlp.down[place], second_bias)
         out.index_add_(0, tokens, y * scores.flatten()[pair_ids, None])
     return out

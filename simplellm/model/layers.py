@@ -39,20 +39,27 @@ class Experts:
     """A mixture of experts with its router.
 
     Rows of ``gate_up`` alternate the two for a "clamped_swiglu"; else one follows the
-    other.
+    other. A rank of several may have the experts from ``first`` on alone, L of them in
+    place of E: then what its tokens choose of the others adds nothing here.
     """
 
     router: Tensor  # [E, hidden]
     router_bias: Tensor | None  # [E]
-    gate_up: StoredWeight  # [E, 2I, hidden]
-    gate_up_bias: Tensor | None  # [E, 2I]
-    down: StoredWeight  # [E, hidden, I]
-    down_bias: Tensor | None  # [E, hidden]
+    gate_up: StoredWeight  # [L, 2I, hidden]
+    gate_up_bias: Tensor | None  # [L, 2I]
+    down: StoredWeight  # [L, hidden, I]
+    down_bias: Tensor | None  # [L, hidden]
     top_k: int  # experts a token
     limit: float  # of the SwiGLU's inputs
     alpha: float  # slope of the SwiGLU's sigmoid
     activation: str = "clamped_swiglu"  # or a key of ACTIVATIONS, see below
     normalized: bool = True  # the weights of a token's experts add up to 1
+    first: int = 0
+
+    @property
+    def held(self) -> range:
+        """The experts that are here."""
+        return range(self.first, self.first + self.gate_up.shape[0])
 
     def forward(self, ops: Any, x: Tensor, num_tokens: Tensor) -> Tensor:
         """What this part of a layer adds to each token."""

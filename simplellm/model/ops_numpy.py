@@ -214,7 +214,8 @@ def each(x: ndarray, weight: Tensor, bias: Tensor | None, counts: list[int]) -> 
 def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     if not isinstance(mlp.gate_up, Tensor) or not isinstance(mlp.down, Tensor):
         return ops.experts(x, mlp, num_tokens)
-    if len(x) > FEW or mlp.activation != "clamped_swiglu":
+    some = len(mlp.held) < len(mlp.router)
+    if len(x) > FEW or mlp.activation != "clamped_swiglu" or some:
         return ops.experts(x, mlp, num_tokens)
     rows, top_k = x.numpy(), mlp.top_k
     logits = matmul(rows, mlp.router, mlp.router_bias)

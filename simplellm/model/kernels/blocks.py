@@ -13,7 +13,8 @@ from torch import Tensor
 class Dispatch(NamedTuple):
     """The n pairs in order of their experts, and blocks of pairs of one expert.
 
-    Pairs of padding come last, after ``offsets[E]``.
+    Pairs of padding, and those whose expert is E, of another rank, come last, after
+    ``offsets[E]``.
     """
 
     pairs: Tensor  # int32 [n]; pair p is choice p % k of token p // k
@@ -59,7 +60,7 @@ def write_blocks(
         tl.store(offsets_ptr + experts, begin, experts < E)
         tl.store(offsets_ptr + experts + 1, end, experts == E - 1)
 
-    blocks = (count + BLOCK - 1) // BLOCK
+    blocks = tl.where(experts < E, (count + BLOCK - 1) // BLOCK, 0)
     last = tl.cumsum(blocks, 0)  # blocks up to and with this expert's
     b = program * STEP + tl.arange(0, STEP)
     nth = b[:, None] - (last - blocks)[None, :]  # which of this expert's

@@ -28,7 +28,7 @@ from simplellm.model.kernels.fragments import (
     decode_weights,
 )
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
-from simplellm.model.kernels.routing import dispatch, route_tokens
+from simplellm.model.kernels.routing import dispatch, room, route_tokens
 from simplellm.model.layers import Experts
 
 
@@ -307,10 +307,10 @@ def down(
 
     hidden [n, I] from `gate_up`, scores [T, k] from `route` -> [T, k, hidden] in its
     dtype; the token's sum is the caller's to take. What padding would get is not
-    written.
+    written, and of other ranks' experts it is zeros.
     """
     weight = cast(Fragments, mlp.down)
-    out = hidden.new_empty(*scores.shape, weight.shape[1])
+    out = room(mlp, hidden, *scores.shape, weight.shape[1])
     multiply_pairs(out, hidden, weight, mlp.down_bias, scores, mlp, dispatch, tiling)
     return out
 
@@ -346,10 +346,12 @@ def experts(
     if x.shape[0] <= FEW_TOKENS and x.dtype == torch.bfloat16 and not batch_invariant:
         return experts_one(x, mlp, num_tokens)
     first = second = INVARIANT_TILING
+    count, held = len(mlp.router), mlp.held
     if not batch_invariant:
-        first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
+        first, second = tilings(x.shape[0], count, mlp.top_k)
     router = mlp.router, mlp.router_bias, mlp.top_k
-    ids, scores = route_tokens(x, *router, batch_invariant)
-    pairs = dispatch(ids, len(mlp.router), first.tokens, num_tokens)
+    ids, scores = route_tokens(x, *router, batch_invariant, mlp.normalized, held)
+    others = len(held) < count
+    pairs = dispatch(ids, len(held), first.tokens, num_tokens, others)
     hidden = gate_up(x, mlp, pairs, first)
     return down(hidden, mlp, scores, pairs, second)

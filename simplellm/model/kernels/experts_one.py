@@ -35,7 +35,7 @@ from simplellm.model.kernels.fragments import (
     rotate_right,
 )
 from simplellm.model.kernels.launch import Launcher, launcher
-from simplellm.model.kernels.routing import route_tokens
+from simplellm.model.kernels.routing import room, route_tokens
 from simplellm.model.layers import Experts
 
 # Weights are read as bfloat16 numbers, 2^-126 times too small. With x larger by half as
@@ -269,6 +269,7 @@ def experts_one_kernel(
     bias_ptr,
     num_tokens_ptr,
     out_ptr,
+    E: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -291,7 +292,7 @@ def experts_one_kernel(
     out[choice] = (weight[expert] @ x[choice] + bias[expert]) * scores[choice]
 
     The other half may start once the first one has the ids: it reads them without
-    waiting. Choices of padding are left out.
+    waiting. Choices of padding, and of experts from E on, are left out.
     """
     WIDTH: tl.constexpr = N // 2 if INTERLEAVED else N
     if PDL:
@@ -301,8 +302,9 @@ def experts_one_kernel(
     choice = tl.program_id(1)
     token = choice // TOP_K
     expert = tl.load(ids_ptr + choice)
-    # Of padding there is no row, and nothing to read.
-    first = tl.where(token < tl.load(num_tokens_ptr), tl.program_id(0), N // 16)
+    # Of padding, and of other ranks' experts, there is no row, and nothing to read.
+    here = (token < tl.load(num_tokens_ptr)) & (expert < E)
+    first = tl.where(here, tl.program_id(0), N // 16)
     factor = 1.0
     if INTERLEAVED:
         raw = load_x(x_ptr + token * K, K, WARPS)
@@ -339,10 +341,11 @@ def one_tiling(tokens: int) -> OneTiling:
 
 
 @cache
-def one_launcher(tiling: OneTiling, half: ExpertSizes) -> Launcher:
-    """For one half of the experts in this tiling."""
+def one_launcher(tiling: OneTiling, half: ExpertSizes, experts: int) -> Launcher:
+    """For one half of so many experts in this tiling."""
     return launcher(
         experts_one_kernel,
+        E=experts,
         **half._asdict(),
         WARPS=tiling.warps,
         num_warps=tiling.warps,
@@ -378,7 +381,7 @@ def down_one(
     scores [T, k] -> float32 [T, k, hidden]; the sum is the caller's to take.
     """
     weight = cast(Fragments, mlp.down)
-    out = hidden.new_empty(*ids.shape, weight.shape[1], dtype=torch.float32)
+    out = room(mlp, hidden, *ids.shape, weight.shape[1], dtype=torch.float32)
     multiply_one(
         out, hidden, weight, mlp.down_bias, ids, scores, mlp, num_tokens, tiling
     )
@@ -397,7 +400,8 @@ def multiply_one(
     tiling: OneTiling,
 ) -> None:
     """One half of the experts: fill ``out``, interleaved if ``weight`` is."""
-    start = one_launcher(tiling, ExpertSizes.of(weight, mlp, x.is_cuda))
+    sizes = ExpertSizes.of(weight, mlp, x.is_cuda)
+    start = one_launcher(tiling, sizes, weight.shape[0])
     start(
         (tiling.programs, ids.numel(), 1),
         *(x, ids, scores, weight.words, weight.scales, bias, num_tokens, out),
@@ -413,6 +417,7 @@ def experts_one(
     int32 [1], are no padding.
     """
     tiling = tiling or one_tiling(x.shape[0])
-    ids, scores = route_tokens(x, mlp.router, mlp.router_bias, mlp.top_k)
+    router = mlp.router, mlp.router_bias, mlp.top_k
+    ids, scores = route_tokens(x, *router, False, mlp.normalized, mlp.held)
     hidden = gate_up_one(x, mlp, ids, num_tokens, tiling)
     return down_one(hidden, mlp, ids, scores, num_tokens, tiling)

@@ -28,7 +28,7 @@ from simplellm.model.kernels.grouped_few import are_few, experts_few
 from simplellm.model.kernels.launch import Launcher, launcher
 from simplellm.model.kernels.linear import dot_tile
 from simplellm.model.kernels.rounding import round_rows
-from simplellm.model.kernels.routing import dispatch, route_tokens
+from simplellm.model.kernels.routing import dispatch, room, route_tokens
 from simplellm.model.layers import Experts
 
 
@@ -216,16 +216,17 @@ def experts(
     """
     count, top_k = len(mlp.router), mlp.top_k
     router = mlp.router, mlp.router_bias, top_k
-    ids, scores = route_tokens(x, *router, batch_invariant, mlp.normalized)
+    held, normalized = mlp.held, mlp.normalized
+    ids, scores = route_tokens(x, *router, batch_invariant, normalized, held)
+    out = room(mlp, x, *ids.shape, mlp.down.shape[1])
     grouping = INVARIANT_GROUPING
     if not batch_invariant:
         if are_few(x.shape[0], count, top_k):
-            return experts_few(x, mlp, ids, scores, num_tokens)
+            return experts_few(x, mlp, ids, scores, num_tokens, out)
         scaled = isinstance(mlp.gate_up, Scaled)
         grouping = choose_grouping(x.shape[0], count, top_k, scaled)
-    order = dispatch(ids, count, grouping.tokens, num_tokens)
+    order = dispatch(ids, len(held), grouping.tokens, num_tokens, len(held) < count)
     hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
     multiply_groups(hidden, x, mlp.gate_up, None, order, top_k, grouping)
-    out = x.new_empty(*ids.shape, mlp.down.shape[1])
     multiply_groups(out, hidden, mlp.down, scores, order, top_k, grouping)
     return out

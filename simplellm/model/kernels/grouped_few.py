@@ -135,6 +135,7 @@ def few_kernel(
     num_tokens_ptr,
     out_ptr,
     TOP_K: tl.constexpr,
+    E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -170,9 +171,9 @@ def few_kernel(
     pair = tl.program_id(0)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     WIDTH: tl.constexpr = N // 2 if GATED else N
-    end = tl.where(
-        pair // TOP_K < tl.load(num_tokens_ptr), WIDTH, 0
-    )  # padding has no rows
+    # Padding has no rows, nor has what other ranks have.
+    here = (pair // TOP_K < tl.load(num_tokens_ptr)) & (expert < E)
+    end = tl.where(here, WIDTH, 0)
     UNITS: tl.constexpr = ROWS // 2 if GATED else ROWS
     rows = tl.program_id(1) * UNITS + tl.arange(0, ROWS) % UNITS
     has_row = rows < end
@@ -267,6 +268,7 @@ def few_launcher(
     return launcher(
         few_kernel,
         TOP_K=top_k,
+        E=shape[0],
         N=shape[1],
         K=shape[2],
         ROWS=config.rows,
@@ -310,16 +312,20 @@ def multiply_few(
 
 
 def experts_few(
-    x: Tensor, mlp: Experts, ids: Tensor, scores: Tensor, num_tokens: Tensor
+    x: Tensor,
+    mlp: Experts,
+    ids: Tensor,
+    scores: Tensor,
+    num_tokens: Tensor,
+    out: Tensor,
 ) -> Tensor:
     """What each chosen expert adds to each token: x [T, hidden] -> [T, k, hidden].
 
     The experts ``ids``, int32 [T, k], with ``scores``, float32 [T, k]. Tokens from
     ``num_tokens``, int32 [1], on are padding: no expert is read for them, and nothing
-    written.
+    written to ``out``; nor for ids of other ranks, which are len(mlp.held).
     """
     hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
     multiply_few(hidden, x, mlp.gate_up, ids, None, num_tokens)
-    out = x.new_empty(*ids.shape, mlp.down.shape[1])
     multiply_few(out, hidden, mlp.down, ids, scores, num_tokens)
     return out

@@ -16,6 +16,7 @@ from simplellm.model.kernels.blocks import Dispatch, count_pairs, write_blocks
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.linear import project_exactly
 from simplellm.model.kernels.sorting import VARYING, max_blocks, sort_small_kernel
+from simplellm.model.layers import Experts
 
 COMPARED = 4096  # pairs of which each is compared with each
 PLACED = 512  # pairs that a program counts and then places when there are more
@@ -77,6 +78,8 @@ def top_k_kernel(
     PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -84,7 +87,8 @@ def top_k_kernel(
 ):
     """One program for ROWS tokens: ids = the k largest; scores = their softmax.
 
-    Logits are the sum of the parts [T, PARTS, E] and the bias.
+    Logits are the sum of the parts [T, PARTS, E] and the bias. Ids count from FIRST on;
+    those that aren't among the HELD next ones are HELD.
     """
     pdl_wait(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -99,6 +103,9 @@ def top_k_kernel(
         logits += tl.load(logits_ptr + where, inside, 0).to(tl.float32)
     logits = tl.where(experts < E, logits, -float("inf"))
     ids, scores = top_k_of(logits, experts, choices, TOP_K, NORMALIZED)
+    if HELD < E:
+        ids -= FIRST
+        ids = tl.where((ids >= 0) & (ids < HELD), ids, HELD)
     offsets = rows * TOP_K + choices
     real = (rows < tokens) & (choices < TOP_K)
     tl.store(ids_ptr + offsets, ids, real)
@@ -161,15 +168,23 @@ def place_kernel(
 
 @cache
 def top_k_launcher(
-    experts: int, parts: int, top_k: int, rows: int, normalized: bool = True
+    experts: int,
+    parts: int,
+    top_k: int,
+    rows: int,
+    normalized: bool = True,
+    held: range | None = None,
 ) -> Launcher:
     """For logits in so many parts, ``rows`` tokens a program."""
+    held = held or range(experts)
     return launcher(
         top_k_kernel,
         E=experts,
         PARTS=parts,
         TOP_K=top_k,
         NORMALIZED=normalized,
+        FIRST=held.start,
+        HELD=len(held),
         ROWS=rows,
         BLOCK_E=power_of_two(experts),
         BLOCK_K=power_of_two(top_k),
@@ -178,7 +193,12 @@ def top_k_launcher(
 
 
 def choose_experts(
-    logits: Tensor, bias: Tensor | None, top_k: int, rows: int, normalized: bool = True
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    rows: int,
+    normalized: bool = True,
+    held: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` from the logits on, float32 parts [T, S, E] that are summed.
 
@@ -187,7 +207,7 @@ def choose_experts(
     tokens, parts, experts = logits.shape
     ids = logits.new_empty(tokens, top_k, dtype=torch.int32)
     scores = logits.new_empty(tokens, top_k)
-    start = top_k_launcher(experts, parts, top_k, rows, normalized)
+    start = top_k_launcher(experts, parts, top_k, rows, normalized, held)
     start((-(-tokens // rows), 1, 1), logits, bias, ids, scores, tokens)
     return ids, scores
 
@@ -199,6 +219,7 @@ def route_tokens(
     top_k: int,
     batch_invariant: bool = False,
     normalized: bool = True,
+    held: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token, best first, and how much each one counts.
 
@@ -206,11 +227,22 @@ def route_tokens(
     softmax over the chosen logits, or over all if not ``normalized``. Of equal logits
     the lower id comes first; NaN comes before every number and makes the token's scores
     NaN. Logits stay in float32, where hardly any are equal. With ``batch_invariant`` no
-    token's scores depend on the others.
+    token's scores depend on the others. Of a rank that has the experts ``held``, ids
+    count among these, and all others are the id len(held).
     """
     logits = project_exactly(x, weight, batch_invariant)
     rows = 1 if batch_invariant or x.shape[0] <= 512 else 4
-    return choose_experts(logits, bias, top_k, rows, normalized)
+    return choose_experts(logits, bias, top_k, rows, normalized, held)
+
+
+def room(mlp: Experts, like: Tensor, *shape: int, **options: Any) -> Tensor:
+    """Room for what each choice of an expert adds: zeros where some are elsewhere.
+
+    What nobody writes is then added up with what other ranks have.
+    """
+    if len(mlp.held) < len(mlp.router):
+        return like.new_zeros(*shape, **options)
+    return like.new_empty(*shape, **options)
 
 
 class SortPlan(NamedTuple):
@@ -223,12 +255,15 @@ class SortPlan(NamedTuple):
 
 
 @lru_cache(8192)
-def sort_plan(n: int, top_k: int, experts: int, block: int) -> SortPlan:
+def sort_plan(
+    n: int, top_k: int, experts: int, block: int, others: bool = False
+) -> SortPlan:
     """For n pairs."""
     num_blocks = max_blocks(n, experts, block)
     rows = PLACED if n > COMPARED else 32
     programs = -(-n // rows)
-    options: dict[str, Any] = {"TOP_K": top_k, "BLOCK_E": power_of_two(experts)}
+    width = power_of_two(experts + others)
+    options: dict[str, Any] = {"TOP_K": top_k, "BLOCK_E": width}
     # At least 32, for fewer kernels to compile.
     step = max(32, power_of_two(-(-num_blocks // programs)))
     sizes: dict[str, Any] = {"E": experts, "BLOCK": block, "STEP": step}
@@ -244,22 +279,28 @@ def sort_plan(n: int, top_k: int, experts: int, block: int) -> SortPlan:
 
 
 def dispatch(
-    ids: Tensor, experts: int, block: int, num_tokens: Tensor | None = None
+    ids: Tensor,
+    experts: int,
+    block: int,
+    num_tokens: Tensor | None = None,
+    others: bool = False,
 ) -> Dispatch:
     """Sort the pairs of ``ids`` int32 [T, k] by expert, in blocks of ``block``.
 
     The sort is stable: an expert's pairs stay in order. ``block`` is a power of two.
     Only the first ``num_tokens``, int32 [1], have experts, all if None. The others are
-    padding: their pairs come last, and no block has them. Never waits for the GPU.
+    padding: their pairs come last, and no block has them. Nor has one those of the id
+    ``experts``, which stands for all ``others``, of other ranks. Never waits for the
+    GPU.
     """
-    n = ids.numel()
-    num_blocks, grid, counter, placer = sort_plan(n, ids.shape[1], experts, block)
+    n, top_k = ids.numel(), ids.shape[1]
+    num_blocks, grid, counter, placer = sort_plan(n, top_k, experts, block, others)
     result = Dispatch.empty(ids, experts, num_blocks)
     outputs = *result, num_tokens, n, num_blocks
     if counter is None:
         placer(grid, ids, *outputs)
         return result
-    counts = ids.new_empty(grid[0], power_of_two(experts))
+    counts = ids.new_empty(grid[0], power_of_two(experts + others))
     counter(grid, ids, counts, num_tokens, n)
     placer(grid, ids, counts, *outputs)
     return result
