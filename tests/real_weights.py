@@ -4,6 +4,7 @@ What to install: see tools/record_real.py.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -36,6 +37,28 @@ PROMPTS = [
     "To make a cup of tea, first",
     "import numpy as np\n\nx = np.",
     "The opposite of hot is",
+]
+MORE_PROMPTS = [
+    "In the year 1969,",
+    "My favorite animal is",
+    "Photosynthesis is",
+    "SELECT name FROM",
+    "The recipe needs two eggs and",
+    "La vie est",
+    "Dear Sir or Madam,",
+    "A triangle has",
+    "for i in range(10):\n",
+    "The sun is",
+    "Music is",
+    "Shakespeare wrote",
+    "If it rains tomorrow,",
+    "Two plus two is",
+    "The human heart",
+    "#include <stdio.h>\n",
+    '{"name": "',
+    "Python is a",
+    "An apple a day",
+    "The largest planet",
 ]
 
 
@@ -134,6 +157,49 @@ def gemma(container: Container) -> Any:
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     return model.eval()
+
+
+def as_float32(source: Path, target: Path) -> Path:
+    """A GGUF file whose numbers are those of ``source``, each a float32."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    fields = {f.name: f for f in reader.fields.values() if "GGUF." not in f.name}
+    arch = fields.pop("general.architecture").contents()
+    writer = gguf.GGUFWriter(target, arch)
+    for field in fields.values():
+        kind, *inner = field.types
+        part = inner[-1] if inner else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=part)
+    for tensor in reader.tensors:
+        numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+        shape = [int(side) for side in reversed(tensor.shape)]
+        writer.add_tensor(tensor.name, numbers.reshape(shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def llama_cpp_texts(file: Path, prompts: Sequence[str], count: int) -> list[str]:
+    """What llama.cpp writes: ``count`` tokens, the likeliest each time.
+
+    Keys and values are float32, so that nothing is rounded but what ``file`` has.
+    """
+    import xllamacpp
+
+    params: Any = xllamacpp.CommonParams()
+    params.model.path = str(file)
+    params.n_parallel, params.n_ctx, params.verbosity = 1, 512, -1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    off = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.flash_attn_type = off
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    server: Any = xllamacpp.Server(params)
+    body = {"max_tokens": count, "temperature": 0, "cache_prompt": False}
+    answers = [server.handle_completions({**body, "prompt": one}) for one in prompts]
+    return [answer["choices"][0]["text"] for answer in answers]
 
 
 def text_ids(llm: LLM, count: int = 1000) -> list[int]:

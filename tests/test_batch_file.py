@@ -15,11 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.responses import Response
 
 from simplellm import LLM, QueueFullError
 from simplellm.apps import batch_file, cli, offline
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CLOSED = {"type": "object", "additionalProperties": False}
+EXPRESSION = CLOSED | {
+    "properties": {"expression": {"type": "string", "maxLength": 20}},
+    "required": ["expression"],
+}
+RESULT = CLOSED | {
+    "properties": {"result": {"type": "integer", "minimum": 0, "maximum": 999}},
+    "required": ["result"],
+}
 QUESTION = [{"role": "user", "content": "What is 47 + 85?"}]
 
 
@@ -474,6 +484,41 @@ def test_answers_are_those_of_the_server(llm, tmp_path):
     assert bodies["c"]["object"] == "response" and bodies["c"]["status"] == "completed"
     assert said["content"][0]["text"] == turn.content
     assert bodies["d"]["usage"]["completion_tokens"] == 1
+
+
+def test_lines_ask_for_responses(llm, tmp_path):
+    """Whatever one can hold that needs no other one."""
+    pytest.importorskip("llguidance")
+    tool = {"type": "function", "name": "calculator", "parameters": EXPRESSION}
+    form = {"type": "json_schema", "name": "sum", "schema": RESULT, "strict": True}
+    asked: dict[str, dict[str, Any]] = {
+        "call": {"tools": [tool], "tool_choice": "required"},
+        "form": {"text": {"format": form}},
+        "short": {"max_output_tokens": 5, "background": True},
+        "hosted": {"tools": [{"type": "web_search"}]},
+        "later": {"previous_response_id": "resp_1"},
+        "stream": {"stream": True},
+    }
+    body = {"input": [{"role": "user", "content": "What is 47 + 85?"}]}
+    lines = [
+        {"custom_id": name, "url": "/v1/responses", "body": body | fields}
+        for name, fields in asked.items()
+    ]
+    target = tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", *lines)
+    assert run_engine(llm, source, target) == (3, 3, 0)
+    found = results(target)
+    bodies = {name: one["body"] for name, one in found.items()}
+    for name in ("call", "form", "short"):
+        Response.model_validate(bodies[name])
+    assert bodies["call"]["output"][-1]["type"] == "function_call"
+    assert "expression" in json.loads(bodies["call"]["output"][-1]["arguments"])
+    (said,) = bodies["form"]["output"][-1]["content"]
+    assert json.loads(said["text"]).keys() == {"result"}
+    assert bodies["short"]["status"] == "incomplete"
+    statuses = {name: one["status_code"] for name, one in found.items()}
+    assert statuses["hosted"] == statuses["later"] == statuses["stream"] == 400
+    assert "web_search" in bodies["hosted"]["error"]["message"]
 
 
 def test_sampling_options_are_for_lines_that_leave_them_open(tmp_path):

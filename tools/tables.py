@@ -350,8 +350,23 @@ def real(figures: Path) -> str:
     return (
         f"{table(headers, rows)}\n\n"
         f"Recorded {record['date']} with transformers {said['transformers']} and gguf "
-        f"{said['gguf']} by `{record['command']}`."
+        f"{said['gguf']} by `{record['command']}`.{llama_cpp_texts(figures)}"
     )
+
+
+def llama_cpp_texts(figures: Path) -> str:
+    """A paragraph on greedy texts of llama.cpp's, if their record is there."""
+    if not (figures / "llama-cpp-texts.json").exists():
+        return ""
+    record = read(figures, "llama-cpp-texts")
+    text = (
+        f"llama.cpp (xllamacpp {record['versions']['xllamacpp']}) writes the same "
+        f"{record['texts']} greedy texts from the numbers of {record['model']}'s GGUF "
+        "file, computing in float32. From the file as it is, its products round their "
+        f"inputs to 8 bits, and it writes {record['stored']} of them. Recorded "
+        f"{record['date']} by `{record['command']}`."
+    )
+    return f"\n\n{fill(text, 88, **WRAPPING)}"
 
 
 def clients(figures: Path) -> str:

@@ -98,6 +98,12 @@ def test_published_weights_are_those_of_the_record(tmp_path):
     row["tokens_per_second"] = None  # the machine was busy
     path.write_text(json.dumps(record))
     assert "| M | L | F | W | C |\n" in tables.real(tmp_path)
+    texts: dict[str, object] = {"date": "E", "command": "Y", "model": "M", "texts": 9}
+    texts |= {"versions": {"xllamacpp": "7"}, "stored": 4}
+    (tmp_path / "llama-cpp-texts.json").write_text(json.dumps(texts))
+    said = " ".join(tables.real(tmp_path).split())
+    assert "llama.cpp (xllamacpp 7) writes the same 9 greedy texts" in said
+    assert said.endswith("it writes 4 of them. Recorded E by `Y`.")
 
 
 def test_clients_of_the_record_are_those_that_the_tests_run():
