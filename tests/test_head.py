@@ -1,6 +1,7 @@
 """An EAGLE-3 head: its files, what it computes, and that no text changes by it."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,12 +22,13 @@ from torch import Tensor
 from simplellm import LLM, SamplingParams
 from simplellm.api.load import load_model
 from simplellm.base.config import ConfigError
-from simplellm.base.request import Request
+from simplellm.base.request import UNKNOWN, Request
 from simplellm.checkpoint.eagle import head_config, read_head, read_head_config
-from simplellm.engine import graphs, head_drafter
+from simplellm.engine import build_speculation, graphs, head_drafter
 from simplellm.engine.build_speculation import capture_drafts
 from simplellm.engine.graphs import bucket_sizes, verify_shapes
 from simplellm.engine.head_drafter import HeadDrafter
+from simplellm.engine.speculation import DRAFTERS
 from simplellm.model.eagle import tapped
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -178,6 +180,84 @@ def test_captured_drafts_are_those_of_other_steps(
     assert found[0] == found[1]
     assert found[0][2]["drafts"] > 20
     assert min(replays[name] for name in ("_read", "_first", "_next")) > 5, replays
+
+
+class WrongDrafter:
+    """Says what never comes: the last token once more, and 1 where that's repeated."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
+        return [tokens[-1] ^ 1] * most, 0
+
+
+def calls_of(run: Any) -> Counter[tuple[str, str]]:
+    """Which functions the modules of engine/ call: the module, and the function."""
+    calls = Counter[tuple[str, str]]()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event not in ("call", "c_call"):
+            return
+        caller = frame.f_back if event == "call" else frame
+        name = frame.f_code.co_name if event == "call" else argument.__name__
+        file = Path(caller.f_code.co_filename)
+        if file.parent.name == "engine":
+            calls[file.name, name] += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["head", "suffix"])
+def test_a_step_without_drafts_is_one_of_an_engine_without_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Once drafts are given up: the same calls, and the next step as early."""
+    tape, model = Tape(), load_model(folder, device="cpu")
+    write_head(tmp_path, model.config)
+    monkeypatch.setattr(graphs, "record", tape)
+    replays = lambda run, pool=None: SimpleNamespace(replay=run, pool=lambda: pool)  # noqa: E731
+    monkeypatch.setattr(head_drafter, "record", replays)
+    monkeypatch.setitem(DRAFTERS, "suffix", WrongDrafter)
+    plain = replace(SMALL, page_size=64, num_pages=40)
+    name = str(tmp_path) if kind == "head" else kind
+    found, texts, count = [], [], 5
+    monkeypatch.setattr(
+        build_speculation, "time_steps", lambda runner: {1: 1.0, 512: 1.0}
+    )
+    for config in (plain, replace(plain, speculative=name)):
+        engine = make_engine(replace(model), config, overlap=True)
+        runner = engine.runner
+        runner._pages = lambda scheduled, runner=runner: runner.table_width
+        runner.capture(bucket_sizes(8), (16, 32), verify_shapes(8, config.max_drafts))
+        capture_drafts(engine.scheduler, runner)
+        asked = [
+            Request([n, *range(3, 9)], 40, GREEDY_PARAMS, request_id=n)
+            for n in range(1, count + 1)
+        ]
+        engine.submit(asked)
+        if config.speculative:
+            speculator = engine.scheduler.speculator
+            speculator.seconds = 0.0  # all drafts are free, so that they are tried
+            while speculator.pause.left != 20:
+                engine.step()
+        while any(r.num_output < 10 for r in asked):
+            engine.step()
+        assert all(r.tokens[-1] == UNKNOWN for r in asked)
+        found.append(calls_of(engine.step))
+        while engine.scheduler.requests or engine.flights:
+            engine.step()
+        texts.append([r.tokens for r in asked])
+    assert texts[0] == texts[1]
+    own = "speculation.py", "head_drafter.py"
+    assert found[0] - found[1] == Counter() and len(found[0]) > 50
+    more = found[1] - found[0]
+    asks = {name for (file, name) in more if file not in own}
+    # Beside those, it asks whether there is something to do: a few calls a step.
+    assert asks <= {"begin", "has_drafts", "propose"}, asks
+    assert more.total() <= 30 + count, more
 
 
 # Its files

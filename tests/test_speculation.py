@@ -1,5 +1,6 @@
 """Drafts: where they come from, how many are checked, and that no text changes."""
 
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from serving import serving
 
 from simplellm import LLM, SamplingParams
 from simplellm.base.request import UNKNOWN, Request
+from simplellm.engine.head_drafter import HeadDrafter
 from simplellm.engine.speculation import Speculator, StepCosts
 from simplellm.engine.stats import Stats
 from simplellm.engine.suffix import INDEXED_AT_ONCE, SuffixAutomaton, SuffixDrafter
@@ -139,6 +141,64 @@ def test_a_drafter_of_another_kind_has_its_drafts_checked() -> None:
         [6, 7, 8],
         [9, 10, 11],
     ]
+
+
+class Made:
+    """A proposer that makes wrong drafts, but for a coin's share of right ones."""
+
+    count, deliver = 5, None
+
+
+def slowdown(
+    batch: int, chance: float, steps: int, prior: float | None = None
+) -> float:
+    """Times of steps with drafts, by the costs themselves, of those without.
+
+    ``chance`` is that a draft is right, and ``prior`` what it was for 200 steps before.
+    """
+    times, draft, made = StepCosts({1: 3.8, 2: 4.4, 64: 4.7, 256: 7.5}), 0.28, Made()
+    speculator = Speculator(5, times, HeadDrafter, proposer=made)
+    speculator.seconds, coin = draft, random.Random(batch)
+    phases = [(prior, 200)] if prior is not None else []
+    for right, count in [*phases, (chance, steps)]:
+        asked = [Request([1], 10**6, request_id=number) for number in range(batch)]
+        seconds, tokens, ahead = 0.0, 0, 0
+        for step in range(count):
+            if not speculator.rests(batch):
+                for one in asked if ahead else ():
+                    drafts = [100] * ahead
+                    speculator.receive(one, len(one.tokens), one.tokens[-1], drafts)
+                offers = speculator.choose(asked, batch, 256)
+                ahead = speculator.plan(asked, 256)
+            else:
+                offers, ahead = [[]] * batch, 0
+            seconds += times(batch + sum(map(len, offers))) + ahead * draft
+            for one, offer in zip(asked, offers, strict=True):
+                good = 0  # drafts, which may be more than those that are checked
+                while good < 5 and coin.random() < right:
+                    good += 1
+                one.tokens += offer[:good]
+                one.tokens.append(100 if good > len(offer) else step % 100)
+                tokens += min(good, len(offer)) + 1
+    return seconds / times(batch) * batch / tokens
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_drafts_that_are_never_right_cost_nothing_to_speak_of(batch: int) -> None:
+    assert slowdown(batch, 0.0, 256) < 1.01
+    # Even if they were right before, and are so no more.
+    assert slowdown(batch, 0.0, 500, prior=0.75) < 1.01
+
+
+@pytest.mark.parametrize(("batch", "least"), [(1, 1.7), (8, 2.1), (64, 1.3)])
+def test_good_drafts_are_hardly_ever_given_up(batch: int, least: float) -> None:
+    speedup = 1 / slowdown(batch, 0.75, 300)
+    assert speedup > least
+
+
+def test_drafts_that_become_good_are_found_again() -> None:
+    speedup = 1 / slowdown(4, 0.75, 1000, prior=0.0)
+    assert speedup > 1.5
 
 
 # The engine's texts

@@ -72,7 +72,7 @@ def capture_drafts(scheduler: Scheduler, runner: Runner) -> None:
     if runner.proposer is not None:
         views = {
             graph.shape: runner.batch_of(graph.shape)
-            for graph in (*runner.captured, *runner.verifying)
+            for graph in (*runner.drafting, *runner.verifying)
         }
         sizes = bucket_sizes(runner.max_num_seqs)
         runner.proposer.capture(views, runner.sampled_tokens, sizes)
@@ -125,4 +125,4 @@ def head_proposer(runner: Runner, config: EngineConfig, most: int) -> HeadPropos
     else:
         ops = replace(model.ops, rope_and_cache=PLAIN.rope_and_cache)
     shape = len(pool.keys[0]), pool.page_size
-    return HeadProposer(head, ops, aux.states, shape, rows, runner.table_width, most)
+    return HeadProposer(head, ops, aux, shape, rows, runner.table_width, most)

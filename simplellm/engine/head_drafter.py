@@ -32,9 +32,14 @@ from simplellm.model.ops import Ops
 
 
 class AuxHiddenStates:
-    """The states that a head reads, of the tokens of the step under way."""
+    """The states that a head reads, of the tokens of the step under way.
+
+    They are kept if they are ``wanted``: a graph that is recorded does what was wanted
+    then.
+    """
 
     def __init__(self, model: Model, layers: Sequence[int], most: int) -> None:
+        self.wanted = True
         width = model.config.hidden_size
         self.states = model.embed_tokens.new_zeros(most, len(layers) * width)
         parts = [*zip(layers, self.states.split(width, dim=1), strict=True)]
@@ -42,10 +47,9 @@ class AuxHiddenStates:
         taps = {layer + 1: partial(self.put, some) for layer, some in own.items()}
         model.ops = tapped(model, taps)
 
-    @staticmethod
-    def put(parts: Sequence[Tensor], x: Tensor) -> None:
+    def put(self, parts: Sequence[Tensor], x: Tensor) -> None:
         """Keep what a layer gave, as far as a step of the engine has tokens."""
-        for part in parts:
+        for part in parts if self.wanted else ():
             count = min(len(x), len(part))
             part[:count] = x[:count]
 
@@ -67,7 +71,7 @@ class HeadDrafter:
 class HeadProposer:
     """A head with its pages, which drafts after each step.
 
-    ``states`` are those of the step's tokens [T, 3 * hidden]; ``ops`` compute, and
+    ``aux`` has the states of the step's tokens [T, 3 * hidden]; ``ops`` compute, and
     attend with room for ``rows`` requests. ``shape`` are the pages of a cache and the
     tokens of a page. At most ``most`` drafts are made for a request. What comes of them
     goes to ``deliver``: a request, how long its text is and the last token of it, and
@@ -78,15 +82,16 @@ class HeadProposer:
         self,
         head: Head,
         ops: Ops,
-        states: Tensor,
+        aux: AuxHiddenStates,
         shape: tuple[int, int],
         rows: int,
         width: int,
         most: int,
     ) -> None:
-        self.head, self.ops, self.states, self.most = head, ops, states, most
+        self.head, self.ops, self.aux, self.most = head, ops, aux, most
+        self.states = aux.states
         self.page_size, config = shape[1], head.config
-        device, empty = states.device, head.fc.new_zeros
+        device, empty = aux.states.device, head.fc.new_zeros
         heads, dim = config.num_key_value_heads, config.head_dim
         self.keys, self.values = empty(2, *shape, heads, dim)
         self.count = most  # drafts to make after the step that comes now
@@ -234,6 +239,12 @@ class HeadProposer:
 
     # From the host
 
+    def begin(self, scheduled: Sequence[ScheduledChunk]) -> bool:
+        """Whether the coming step will be read: drafts follow, or it has prompts."""
+        _, _, lengths, samples = zip(*scheduled, strict=True)
+        self.aux.wanted = self.count > 0 or max(lengths) > 1 or not all(samples)
+        return self.aux.wanted
+
     def propose(
         self, runner: Runner, samples: Sequence[SamplePosition]
     ) -> Callable[[Sequence[int]], None] | None:
@@ -242,11 +253,10 @@ class HeadProposer:
         ``samples`` are where it has sampled. Once the device is done, what is returned
         hands the drafts out; it is given the step's tokens.
         """
+        if not self.aux.wanted:
+            return None
         scheduled, sizes, shape = runner.step
         batch, sampled = runner.view(runner.inputs, *sizes), runner.sampled_tokens
-        decoding = all(c.length == 1 + len(c.request.drafts) for c in scheduled)
-        if self.count == 0 and decoding:
-            return None
         self.index ^= 1
         self.width = batch.groups[0].tables.shape[1]
         manager = runner.manager

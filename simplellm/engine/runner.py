@@ -29,7 +29,7 @@ from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks
 from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import sample_positions, verify_drafts
+from simplellm.engine.speculation import has_drafts, sample_positions, verify_drafts
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -107,6 +107,7 @@ class Runner:
         self.speculative = config.speculative is not None
         self.scores: list[PromptScores] = []  # of the step under way
         self.captured: list[CapturedGraph] = []  # decode steps, by size
+        self.drafting: list[CapturedGraph] = []  # the same, after which a head drafts
         self.mixed: list[CapturedGraph] = []  # steps with prompts, by size
         self.verifying: list[CapturedGraph] = []  # decode steps with drafts, by size
         # The step under way: what it computes, its shape, and that of its graph.
@@ -163,10 +164,17 @@ class Runner:
         plain = [graph for graph in graphs if not graph.shape.chunks]
         self.captured = [graph for graph in plain if graph.shape.queries == 1]
         self.verifying = [graph for graph in plain if graph.shape.queries > 1]
+        if self.proposer is not None:  # once more, without states that nobody reads
+            self.drafting, self.proposer.aux.wanted = self.captured, False
+            shapes = [graph.shape for graph in self.drafting]
+            self.captured = capture(padding, shapes, self.ranks.min_of_all)
+            self.proposer.aux.wanted = True
 
-    def _graph(self, scheduled: Sequence[ScheduledChunk]) -> CapturedGraph | None:
+    def _graph(
+        self, scheduled: Sequence[ScheduledChunk], drafting: bool
+    ) -> CapturedGraph | None:
         """The graph for a step that is nothing but decodes, if there is one."""
-        count, graphs = len(scheduled), self.captured
+        count, graphs = len(scheduled), self.drafting if drafting else self.captured
         for request, _, length, samples in scheduled:
             if not samples or length > 1 + len(request.drafts):
                 return None
@@ -193,7 +201,7 @@ class Runner:
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
         """Start to compute ``scheduled``, and to sample from what comes out."""
         rows: list[SamplePosition] = [c.request for c in scheduled if c.samples]
-        if self.speculative:
+        if self.speculative and has_drafts(scheduled):
             rows = [row for chunk in scheduled for row in sample_positions(chunk)]
         self.start_forward(scheduled, rows)
         if any(row.needs_last_token for row in rows):
@@ -212,16 +220,17 @@ class Runner:
         """
         copies = self.manager.take_copies()
         self.pool.copy(copies)
-        if self.proposer is not None:
-            self.proposer.copy(copies)
+        drafting = self.proposer is not None and self.proposer.begin(scheduled)
         if copies:
             self.tables.forget()
+            if self.proposer is not None:
+                self.proposer.copy(copies)
         rows = len(scheduled)
         decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), rows)
         real = CaptureShape(
             sum(chunk.length for chunk in scheduled), decodes, rows - decodes
         )
-        graph = self._graph(scheduled) or self._mixed(real, len(sampling))
+        graph = self._graph(scheduled, drafting) or self._mixed(real, len(sampling))
         tokens, most, chunks, queries = real if graph is None else graph.shape
         if graph is None:
             # A sequence samples once. Where drafts are checked there are more samples,

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,12 +26,18 @@ from simplellm.engine.suffix import SuffixDrafter
 
 LONGEST_DRAFT = 16  # tokens, where the number is chosen
 DECAY = 0.9  # of earlier drafts' weight, at each new guess
-FADE = 0.99  # the same, at each time that drafting did not seem worthwhile
-PATIENCE = 8  # steps after which a plan to draft nothing is thought over
+FADE = 0.5  # the same, each time that drafting is given up for a while
+DOUBT = 0.001  # chance of so many wrong drafts in a row, below which that's done
+PAUSES = 8, 512  # steps that the first one takes, and the longest
+LONGER = 4  # times as long is each pause as the one before
+AWARE = 2  # of them, the last ones, in which the time of steps is noted
 MOST_INTERVAL = 1.0  # seconds between steps that follow one another
 PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
 PRIOR_WEIGHT = 2.0  # in drafts
 OWN_WEIGHT = 4.0  # drafts of a request after which its own rate is half of the mix
+
+
+DRAFTS_OF = attrgetter("request.drafts")
 
 
 class Drafter(Protocol):
@@ -92,7 +99,7 @@ class AcceptanceRate:
         self.tried = DECAY * self.tried + tried
 
     def fade(self) -> None:
-        """Believe a little less in it, so that one day it is tried again."""
+        """Believe less in it, so that it's tried again."""
         self.right, self.tried = FADE * self.right, FADE * self.tried
 
     def mixed(self, other: float, weight: float) -> float:
@@ -116,6 +123,53 @@ class Overhead:
         share = 1 - DECAY if self.seen else 1.0
         self.seconds += share * (seconds - self.seconds)
         self.seen = True
+
+
+@dataclass
+class Pause:
+    """For how many steps nobody drafts: after wrong drafts, for longer and longer.
+
+    Steps are counted whose drafts were all wrong, one after the other, by how likely
+    that is if drafts are as good as was thought before the first of them.
+    """
+
+    left: int = 0  # steps
+    next: int = PAUSES[0]  # steps of the next one
+    requests: int = 0  # that ran when it began
+    doubt: float = (
+        4 * DOUBT
+    )  # how likely so many are; of the first ones, little is thought
+    believed: float | None = None  # chance of a draft, before them
+    right: bool = False  # whether any was, of those of this step
+    wrong: int = 0  # requests of this step whose first draft was not
+
+    def learn(self, right: int, tried: int, chance: float) -> None:
+        """Of a request, ``right`` drafts of those ``tried`` were right."""
+        self.right = self.right or right > 0
+        self.wrong += tried > right == 0
+        if self.believed is None:
+            self.believed = chance
+
+    def due(self) -> bool:
+        """Whether it's time for a pause, now that all of a step's drafts are known."""
+        if self.right:
+            self.doubt, self.believed = 1.0, None
+            self.next = max(self.next // LONGER, PAUSES[0])
+        elif self.wrong and self.believed is not None:
+            self.doubt *= (1 - self.believed) ** self.wrong
+        self.right, self.wrong = False, 0
+        return self.doubt < DOUBT
+
+    def begin(self) -> None:
+        """After it, one more wrong draft is enough for the next."""
+        self.left, self.requests = self.next, 0
+        self.next, self.doubt = min(LONGER * self.next, PAUSES[1]), DOUBT
+
+    def pass_step(self, requests: int) -> None:
+        """A step passes, of so many; of twice or half as many all may be different."""
+        self.requests = self.requests or requests
+        same = self.requests < 2 * requests < 4 * self.requests
+        self.left = max(self.left - 1, 0) if same else 0
 
 
 @dataclass
@@ -152,11 +206,11 @@ class Speculator:
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
         self.proposer, self.seconds = proposer, 0.0  # of a draft
-        self.plans = 0  # steps that were asked about
         if proposer is not None:
             proposer.deliver = self.receive
         self.draft_states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
         self.rates: dict[int, AcceptanceRate] = {}  # all requests', by confidence
+        self.pause = Pause()
         # Of steps without drafts, which may overlap, and of those with some.
         self.overheads = Overhead(), Overhead()
         self.drafts = 0  # times that a step has checked some
@@ -193,6 +247,7 @@ class Speculator:
             return state
         if state.drafts:
             right, tried = acceptance(state.drafts, tokens[state.length :])
+            self.pause.learn(right, tried, self._chance(state))
             for rate in (state.rate, self._shared_rate(state.confidence)):
                 rate.learn(right, tried)
         state.length = len(tokens)
@@ -217,20 +272,33 @@ class Speculator:
         """
         if self.proposer is None:
             return 0
-        self.plans += 1
-        if self.proposer.count == 0 and self.plans % PATIENCE:
-            return 0
-        self.proposer.count = self.most
-        if self.costs is not None and requests:
+        self.proposer.count = 0 if self.pause.left else self.most
+        if self.costs is not None and requests and not self.pause.left:
             states = [self._state_of(request) for request in requests]
             offered = [self.most] * len(states)
             counts = self._counts(states, offered, len(states), room)
             self.proposer.count = max(counts)
-            if not any(counts):  # one day it is tried again
-                for rate in {id(s): s.rate for s in states}.values():
-                    rate.fade()
-                self._shared_rate(0).fade()
+            if not any(counts):  # later it is tried again
+                self._give_up()
         return self.proposer.count
+
+    def _give_up(self) -> None:
+        """Make no drafts for a while, and then think better of them."""
+        self.pause.begin()
+        if self.proposer is not None:
+            self.proposer.count = 0
+        states = self.draft_states.values()
+        for rate in (*self.rates.values(), *(state.rate for state in states)):
+            rate.fade()
+
+    def rests(self, requests: int) -> bool:
+        """Whether the step that comes has nothing to do with drafts.
+
+        It has ``requests``. Before a pause ends, what steps take is noted again.
+        """
+        if self.pause.left:
+            self.pause.pass_step(requests)
+        return self.pause.left >= AWARE
 
     def count(self, checked: int, right: int) -> None:
         """A step has checked so many drafts of a request, of which these were right."""
@@ -284,13 +352,16 @@ class Speculator:
         offered: list[int] = []
         for request in requests:
             left = max(request.max_tokens - request.num_output - 1, 0)
-            if left == 0 or request.tokens[-1] == UNKNOWN:
+            if left == 0 or self.pause.left or request.tokens[-1] == UNKNOWN:
                 states.append(None)
                 offered.append(0)
                 continue
             state = self._update(request, request.tokens)
             states.append(state)
             offered.append(min(len(state.drafts), left))
+        if self.costs is not None and not self.pause.left and self.pause.due():
+            self._give_up()
+            return [[] for _ in requests]
         drafts: list[list[int]] = []
         counts = self._counts(states, offered, computed, room)
         for own, count in zip(states, counts, strict=True):
@@ -354,14 +425,18 @@ class SpeculativeScheduler(Scheduler):
 
     def _ready(self, request: Request, busy: set[int]) -> bool:
         """Whether a running request can have a part in the step."""
-        waits = request.drafts or self.speculator.waits(request)
-        return not waits and super()._ready(request, busy)
+        if request.drafts or not super()._ready(request, busy):
+            return False
+        return self.speculator.pause.left > 0 or not self.speculator.waits(request)
 
     def schedule(self) -> list[ScheduledChunk]:
         """What to compute now: decodes without drafts, with them, then prompts.
 
         Nobody is preempted for a draft.
         """
+        if self.speculator.rests(len(self.running)):
+            self._last = (0.0, None)
+            return super().schedule()
         scheduled = super().schedule()
         decodes = [c for c in scheduled if c.length == 1 and c.samples]
         computed = sum(chunk.length for chunk in scheduled)
@@ -398,7 +473,9 @@ class SpeculativeScheduler(Scheduler):
 
     def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Book a step whose results will come; of drafts, nothing is sure yet."""
-        super().update_after_launch([without_drafts(chunk) for chunk in scheduled])
+        if has_drafts(scheduled):
+            scheduled = [without_drafts(chunk) for chunk in scheduled]
+        super().update_after_launch(scheduled)
 
     def _note_interval(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """The results of a step have come, perhaps after those of one like it."""
@@ -418,7 +495,10 @@ class SpeculativeScheduler(Scheduler):
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
         """Book the results of a step: of drafts, the right ones and one token more."""
-        self._note_interval(scheduled)
+        if self.speculator.pause.left < AWARE:
+            self._note_interval(scheduled)
+        if not has_drafts(scheduled):
+            return super().update_from_output(scheduled, tokens)
         sure = [without_drafts(chunk) for chunk in scheduled]
         new = super().update_from_output(sure, tokens)
         sampling = [chunk for chunk in sure if chunk.samples]
@@ -451,6 +531,11 @@ def add_step_counts(
         (tried + (position < checked), came + (position < right))
         for position, (tried, came) in enumerate(padded)
     )
+
+
+def has_drafts(scheduled: Sequence[ScheduledChunk]) -> bool:
+    """Whether a step checks any."""
+    return any(map(DRAFTS_OF, scheduled))
 
 
 def without_drafts(chunk: ScheduledChunk) -> ScheduledChunk:

@@ -9,8 +9,8 @@ to make drafts, to check them and to choose their number is real. The head has t
 of the public ones.
 
 For each batch there are four ways, whose turns repeat: no speculation; three drafts;
-as many as are chosen; and as many as are chosen where no draft is ever right. Each
-request has a prompt of random tokens of its own. What counts are the tokens between the
+as many as are chosen; and as many as are chosen where no draft is ever right. What is
+known of drafts from earlier turns is that of the same way. Each request has a prompt of random tokens of its own. What counts are the tokens between the
 moment when the last request got its first and that when the first one ended.
 
 Without a model it is the embedded one, to try the script itself.
@@ -41,7 +41,12 @@ from simplellm.base.request import Request
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
 from simplellm.engine.engine import Engine
-from simplellm.engine.speculation import SpeculativeScheduler, Speculator, StepCosts
+from simplellm.engine.speculation import (
+    Pause,
+    SpeculativeScheduler,
+    Speculator,
+    StepCosts,
+)
 from simplellm.model.machine import find_device, find_dtype
 
 DRAFTS = 3
@@ -156,6 +161,7 @@ class Run:
         assert isinstance(scheduler, SpeculativeScheduler)
         self.speculator: Speculator = scheduler.speculator
         self.most, self.costs = self.speculator.most, self.speculator.costs
+        self.known: dict[str, tuple[Any, Pause]] = {}  # of drafts, by way
         for engine in (self.plain, self.drafting):
             engine.start()
 
@@ -164,6 +170,7 @@ class Run:
         speculator, fixed = self.speculator, name == "three"
         speculator.costs = None if fixed else self.costs
         speculator.most = DRAFTS if fixed else self.most
+        speculator.rates, speculator.pause = self.known.setdefault(name, ({}, Pause()))
         self.coin.chance = 0.0 if name == "wrong" else chance_of(self.args.length)
         engine = self.plain if name == "none" else self.drafting
         before = speculator.drafts, sum(speculator.accepted.values())
