@@ -10,8 +10,9 @@ of the public ones.
 
 For each batch there are four ways, whose turns repeat: no speculation; three drafts;
 as many as are chosen; and as many as are chosen where no draft is ever right. What is
-known of drafts from earlier turns is that of the same way. Each request has a prompt of random tokens of its own. What counts are the tokens between the
-moment when the last request got its first and that when the first one ended.
+known of drafts from earlier turns is that of the same way. Each request has a prompt of
+random tokens of its own. What counts are the tokens between the moment when the last
+request got its first and that when the first one ended.
 
 Without a model it is the embedded one, to try the script itself.
 """
