@@ -36,7 +36,7 @@ EARLY = {
     ),
     "sort_small_kernel": "num_tokens_ptr",
     "count_kernel": "num_tokens_ptr",
-    "place_kernel": "num_tokens_ptr",
+    "scatter_kernel": "num_tokens_ptr",
 }
 
 
@@ -109,9 +109,9 @@ CASES = [
     product_case(linear.choose_invariant(24576), 64, 24576, 4096),
     product_case(head.INVARIANT_HEAD, 64, 201088, 2880, best=True),
     case_of(routing.top_k_launcher(128, 5, 4, 1), "*fp32 *bf16 *i32 *fp32 i32"),
-    case_of(SMALL.placer, "*i32 *i32 *i32 *i32 *i32 i32 i32"),
+    case_of(SMALL.scatter, "*i32 *i32 *i32 *i32 *i32 i32 i32"),
     case_of(LARGE.counter, "*i32 *i32 *i32 i32"),
-    case_of(LARGE.placer, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32"),
+    case_of(LARGE.scatter, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32"),
     *EXPERTS,
     *ONE,
     *(

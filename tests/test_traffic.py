@@ -171,7 +171,7 @@ def test_a_gap_is_shared_by_the_tokens_that_end_it(times, gaps):
 
 def test_tokens_that_are_not_told_are_spread_over_their_parts():
     """Ten tokens in three parts: 3.33 each, which share a gap of 1 s and one of 3."""
-    parts = [traffic.UNTOLD] * 3
+    parts = [traffic.UNCOUNTED] * 3
     one = Outcome(0.0, tokens=parts, times=[5.0, 6.0, 9.0], output_tokens=10)
     assert one.gaps() == pytest.approx([0.3] * 3 + [0.9] * 3)
 
@@ -259,7 +259,7 @@ def test_without_token_ids_a_part_with_text_counts_as_one():
 
     with scripted(untold) as url:
         found = run_traffic(to_url(url), [request("a")])
-    assert found[0].tokens == [traffic.UNTOLD] * 2
+    assert found[0].tokens == [traffic.UNCOUNTED] * 2
     assert summarize_traffic(found)["output_tokens"] == 2
 
 

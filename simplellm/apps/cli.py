@@ -286,6 +286,26 @@ def compare(
     return record, bench_speculation.ROWS
 
 
+def bench_load(
+    llm: Any,
+    url: str,
+    name: str,
+    count: int,
+    rate: float | None,
+    clients: int | None,
+    seed: int | None,
+    results: Path | None,
+) -> tuple[dict[str, Any], Any]:
+    """How a workload was answered, as a record, and what draws it."""
+    from simplellm.apps import report, traffic
+
+    drawn = time.time_ns() % 10**6 if seed is None else seed
+    arrivals = plan_load(name, count, rate, clients, drawn)
+    outcomes = traffic.measure_traffic(llm, url, arrivals, clients, results)
+    record = traffic.summarize_traffic(outcomes) | {"seed": drawn}
+    return record, partial(report.plot_traffic, traffic.latencies(outcomes))
+
+
 @app.command()
 def bench(
     ctx: typer.Context,
@@ -319,7 +339,7 @@ def bench(
     screen = Screen()
     with screen.waiting("Starting PyTorch"):
         from simplellm.api.llm import LLM
-        from simplellm.apps import report, traffic
+        from simplellm.apps import report
         from simplellm.apps.bench import measure, plan_steps
     draw: Any = None
     drafts = speculative, num_speculative_tokens
@@ -330,13 +350,10 @@ def bench(
     command: dict[str, Any] = {"command": shlex.join(["simplellm", *ctx.obj])}
     start: dict[str, Any] = {"random_weights": random_weights, "device": device}
     if load or url or results or (rate, clients) != (None, None):
-        drawn = time.time_ns() % 10**6 if seed is None else seed
-        arrivals = plan_load(load or "chat", requests, rate, clients, drawn)
-        llm = partial(LLM, model, **start)
-        outcomes = traffic.measure_traffic(llm, url, arrivals, clients, results)
-        record = command | traffic.summarize_traffic(outcomes) | {"seed": drawn}
+        llm, how = partial(LLM, model, **start), (load or "chat", requests, rate)
+        measured, draw = bench_load(llm, url, *how, clients, seed, results)
+        record = command | measured
         report.show_traffic(record, screen.out)
-        draw = partial(report.plot_traffic, traffic.latencies(outcomes))
     elif formats or drafts != (None, None):
         record, columns = compare(LLM, model, formats, drafts, **start, **command)
         screen.out.print(report.tabulate(record["rows"], columns))

@@ -9,21 +9,21 @@ import typer
 from simplellm.apps.workloads import WORKLOADS
 from simplellm.base.sampling_params import SamplingParams
 
-MODELS_KNOWN = "A checkpoint's folder, a .gguf file, or smollm2"
+KNOWN_MODELS = "A checkpoint's folder, a .gguf file, or smollm2"
 ModelFolder = Annotated[
-    str | None, typer.Option(metavar="MODEL", help=f"{MODELS_KNOWN}.  [embedded]")
+    str | None, typer.Option(metavar="MODEL", help=f"{KNOWN_MODELS}.  [embedded]")
 ]
 ChatModel = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", help=f"{MODELS_KNOWN}.  [embedded]", show_default=False
+        metavar="MODEL", help=f"{KNOWN_MODELS}.  [embedded]", show_default=False
     ),
 ]
 ModelName = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help=f"{MODELS_KNOWN}, gpt-oss-20b or gpt-oss-120b.  [embedded]",
+        help=f"{KNOWN_MODELS}, gpt-oss-20b or gpt-oss-120b.  [embedded]",
         show_default=False,
     ),
 ]

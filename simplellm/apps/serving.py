@@ -9,7 +9,7 @@ import typer
 
 from simplellm.apps.install import ensure_installed
 from simplellm.apps.options import (
-    MODELS_KNOWN,
+    KNOWN_MODELS,
     CacheBytes,
     Drafts,
     DType,
@@ -39,7 +39,7 @@ EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the p
 ServedModel = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", help=f"{MODELS_KNOWN}.  [embedded]", show_default=False
+        metavar="MODEL", help=f"{KNOWN_MODELS}.  [embedded]", show_default=False
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]

@@ -29,7 +29,7 @@ from simplellm.apps.workloads import Arrival, conversations
 from simplellm.engine.stats import quantile
 
 PATIENCE = 3600.0  # seconds for one answer
-UNTOLD = -1  # stands for a part's tokens where their numbers are not told
+UNCOUNTED = -1  # for a part's tokens, where a server doesn't count them
 # What of a choice, or of its delta, says that there is a token.
 SPOKEN = ("text", "content", "reasoning", "reasoning_content", "tool_calls")
 FAILED = "not sent: the request before it failed"
@@ -92,7 +92,7 @@ async def to_engine(llm: Any) -> AsyncIterator[Send]:
         made = offline.read_request(llm, request, {})
         async with llm.replies(made.requests, n=made.n, chat=made.chat) as replies:
             async for _, part in replies:
-                outcome.push([UNTOLD] if made.chat else part.token_ids)
+                outcome.push([UNCOUNTED] if made.chat else part.token_ids)
             usage = replies.usage()
             outcome.output_tokens = usage.completion_tokens
             outcome.prompt_tokens = usage.prompt_tokens
@@ -163,7 +163,7 @@ def take_events(lines: Iterable[bytes], outcome: Outcome) -> None:
             texts = {"text": choice.get("text")} | choice.get("delta", {})
             has_text = any(texts.get(name) for name in SPOKEN)
             ids = choice.get("token_ids")
-            tokens += [UNTOLD] * has_text if ids is None else ids
+            tokens += [UNCOUNTED] * has_text if ids is None else ids
     outcome.push(tokens)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from simplellm.base.config import expect
 from simplellm.checkpoint.formats import AWQ, GPTQ, WORD, GroupedInt4
 
-# In which of a word's eight places AWQ has the first to the last of eight columns.
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+# In which of a word's eight values AWQ has the first to the last of eight columns.
+AWQ_REVERSE_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def unpack(words: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def unpack(words: Tensor) -> Tensor:
 
 def unpack_awq(words: Tensor) -> Tensor:
     """`unpack` of AWQ's words, whose values lie even columns first."""
-    return unpack(words).unflatten(-1, (-1, WORD))[..., AWQ_PLACES].flatten(-2)
+    return unpack(words).unflatten(-1, (-1, WORD))[..., AWQ_REVERSE_ORDER].flatten(-2)
 
 
 def dequantize_each(form: GroupedInt4, tensors: Sequence[Tensor]) -> list[Tensor]:

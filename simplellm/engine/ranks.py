@@ -210,10 +210,10 @@ class Leader(TensorParallel):
         with self.loading():
             for rank in range(1, size):
                 self._spawn()
-                place = {"folder": self.folder.name, "rank": rank, "size": size}
-                place["device"] = str(device_of(device, rank))
-                place["memory"] = self.memory.number
-                self.links[-1].send({**place, **options})
+                start = {"folder": self.folder.name, "rank": rank, "size": size}
+                start["device"] = str(device_of(device, rank))
+                start["memory"] = self.memory.number
+                self.links[-1].send({**start, **options})
             for rank, link in enumerate(self.links, 1):
                 link.link.settimeout(START_SECONDS)
                 self._wait_for(rank)
@@ -291,8 +291,8 @@ class Leader(TensorParallel):
     ) -> None:
         scored = [(target.row, target.most) for target in targets]
         step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
-        step |= {"graph": graph, "place": self.memory.place_of(flat)}
-        sent = None if step["place"] else flat
+        step |= {"graph": graph, "span": self.memory.span_of(flat)}
+        sent = None if step["span"] else flat
         self._broadcast("forward", [sent, *(t.tokens for t in targets)], **step)
 
     def sample(
@@ -432,8 +432,8 @@ class SharedMemory:
         torch.cuda.check_error(status)
         return [*self.all.split(size)]
 
-    def place_of(self, array: Tensor) -> tuple[int, int] | None:
-        """The first number and the one behind the last of a part; None if it's none."""
+    def span_of(self, array: Tensor) -> tuple[int, int] | None:
+        """Where a part of it begins and ends, in numbers; None for other arrays."""
         first = (array.data_ptr() - self.all.data_ptr()) // 4
         if not 0 <= first < len(self.all):
             return None
@@ -491,8 +491,8 @@ class Follower(TensorParallel):
             kinds, count = message["tensors"], message["count"]
             if message["call"] == "forward":
                 flat, *tokens = self._receive(kinds, self.device)
-                if place := message["place"]:
-                    flat = self.memory.all[slice(*place)]
+                if span := message["span"]:
+                    flat = self.memory.all[slice(*span)]
                 scored = zip(tokens, message["scored"], strict=True)
                 targets = [
                     PromptTargets(None, 0, row, ids, most)

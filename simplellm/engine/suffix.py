@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 # Tokens that are indexed at a time, so that a long prompt holds up no step: 5 ms.
 INDEXED_AT_ONCE = 4096
+SHORTEST_MATCH = 2  # tokens; after a shorter match nothing is guessed
 
 
 class SuffixAutomaton:
@@ -75,9 +76,8 @@ class SuffixAutomaton:
 class SuffixDrafter:
     """Guesses how one request goes on, from its prompt and its output."""
 
-    def __init__(self, shortest: int = 2) -> None:
+    def __init__(self) -> None:
         self.automaton = SuffixAutomaton()
-        self.shortest = shortest  # tokens that must match, or nothing is guessed
         self._match = (0, 0, 0)  # the text's length, and its match
 
     def update(self, tokens: Sequence[int]) -> bool:
@@ -99,6 +99,6 @@ class SuffixDrafter:
         if self._match[0] != len(tokens):
             self._match = len(tokens), *self.automaton.match()
         _, length, end = self._match
-        if length < self.shortest:
+        if length < SHORTEST_MATCH:
             return [], length
         return list(tokens[end : end + min(most, length)]), length

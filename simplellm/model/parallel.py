@@ -156,10 +156,10 @@ class SymmetricMemory:
     addresses: Tensor  # int64 [R]
     stream: torch.cuda.Stream  # beside the kernels that wait
     one: Tensor  # int32 [1], pinned
-    place: int  # of the number that becomes 1
+    stop_index: int  # of the number that becomes 1
 
     @classmethod
-    def of(cls, group: Group, nbytes: int, place: int) -> "SymmetricMemory":
+    def of(cls, group: Group, nbytes: int, stop_index: int) -> "SymmetricMemory":
         """Made by all ranks at once. Raises RuntimeError where it can't be."""
         from torch._C import _distributed_c10d as c10d
 
@@ -180,12 +180,16 @@ class SymmetricMemory:
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         one = torch.ones(1, dtype=torch.int32, pin_memory=True)
         handles = handle, named
-        return cls(memory, handles, addresses, torch.cuda.Stream(device), one, place)
+        return cls(
+            memory, handles, addresses, torch.cuda.Stream(device), one, stop_index
+        )
 
     def stop(self) -> None:
         """Set the number, while kernels run."""
         with torch.cuda.stream(self.stream):
-            number = self.memory.view(torch.int32)[self.place : self.place + 1]
+            number = self.memory.view(torch.int32)[
+                self.stop_index : self.stop_index + 1
+            ]
             number.copy_(self.one, non_blocking=True)
 
 

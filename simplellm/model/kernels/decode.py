@@ -316,7 +316,7 @@ def store_joined(
     parts_ptr,
     sums_ptr,
     out_ptr,
-    place,  # of a token and kv head
+    pair,  # of a token and kv head
     splits,
     used,  # the splits that have keys
     group,  # query heads of the kv head
@@ -326,13 +326,13 @@ def store_joined(
     D: tl.constexpr,
 ):
     """The output of a token's heads, of the parts that `store_result` has left."""
-    at = (place * splits + split) * G + group[None, :]
+    at = (pair * splits + split) * G + group[None, :]
     there = (split < used) & (group < G)[None, :]
     sums = tl.load(sums_ptr + at, there, NO_KEY)
     cells = there[:, :, None] & (d < D)[None, None, :]
     parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
     joined = join_parts(sums, parts)
-    out_at = (place * G + group) * D
+    out_at = (pair * G + group) * D
     tl.store(
         out_ptr + out_at[:, None] + d[None, :],
         joined.to(out_ptr.dtype.element_ty),
@@ -386,28 +386,57 @@ def join_kernel(
 
 
 class DecodePlan(NamedTuple):
-    """How a step's decodes are launched."""
+    """How a step's rows are launched, which are decodes or drafts that it checks."""
 
-    splits: int  # of a sequence and kv head
+    splits: int  # of a row and kv head
     scale: float  # of logits
     start: Launcher
     join: Launcher
     join_grid: tuple[int, int, int]
 
 
-def join_constants(
-    sizes: AttentionSizes, tiles: DecodeTiles, batch: int, splits: int
-) -> tuple[dict[str, Any], int]:
-    """What joins so many splits is compiled for; and the heads that a program takes."""
+def make_plan(
+    tiles: DecodeTiles,
+    batch: int,
+    queries: int,
+    pages: int,
+    sizes: AttentionSizes,
+    split_kernel: tuple[Any, dict[str, Any]],
+    join_kernel: tuple[Any, dict[str, Any]],
+) -> DecodePlan:
+    """For ``batch`` rows of at most ``queries``, whose tables have room for ``pages``.
+
+    The kernels come with the constexprs that only they have.
+    """
+    longest = pages * sizes.PAGE
+    if sizes.WINDOW:
+        longest = min(longest, sizes.WINDOW + queries - 1)
+    splits = min(choose_splits(batch, sizes.K), -(-longest // tiles.least))
+    kernel, options = split_kernel
+    start = launcher(
+        kernel,
+        **sizes._asdict(),
+        **options,
+        BLOCK=tiles.block,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
     # A program for each head, or for each kv head if that would be too many.
     heads = 1 if batch * sizes.K * sizes.G <= 512 else sizes.ROWS
     most = power_of_two(splits)
-    # 4,096 numbers, 16 KB of parts, a warp
-    warps = min(32, max(1, most * heads * sizes.DIMS // 4096))
-    shared = ("K", "G", "D", "DIMS", "WINDOW")
-    constants = {name: getattr(sizes, name) for name in shared}
-    constants |= {"HEADS": heads, "SPLITS": most, "BLOCK": tiles.block}
-    return constants | {"num_warps": warps}, heads
+    kernel, options = join_kernel
+    join = launcher(
+        kernel,
+        **{name: getattr(sizes, name) for name in ("K", "G", "D", "DIMS", "WINDOW")},
+        **options,
+        HEADS=heads,
+        SPLITS=most,
+        BLOCK=tiles.block,
+        # 4,096 numbers, 16 KB of parts, a warp
+        num_warps=min(32, max(1, most * heads * sizes.DIMS // 4096)),
+    )
+    grid = sizes.K * -(-sizes.G // heads), batch, queries
+    return DecodePlan(splits, LOG2E.value * sizes.D**-0.5, start, join, grid)
 
 
 @cache
@@ -423,23 +452,9 @@ def decode_plan(
 
     The ``kernel`` may have ``others`` beside the constexprs of `decode_kernel`.
     """
-    longest = pages * sizes.PAGE
-    if sizes.WINDOW:
-        longest = min(longest, sizes.WINDOW)
-    splits = min(choose_splits(batch, sizes.K), -(-longest // tiles.least))
-    start = launcher(
-        kernel,
-        **sizes._asdict(),
-        **others,
-        BLOCK=tiles.block,
-        EARLY=tiles.early,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    constants, heads_each = join_constants(sizes, tiles, batch, splits)
-    join = launcher(join_kernel, EARLY=tiles.early, **constants)
-    grid = sizes.K * -(-sizes.G // heads_each), batch, 1
-    return DecodePlan(splits, LOG2E.value * sizes.D**-0.5, start, join, grid)
+    early = {"EARLY": tiles.early}
+    kernels = (kernel, early | others), (join_kernel, early)
+    return make_plan(tiles, batch, 1, pages, sizes, *kernels)
 
 
 def decode_attention(

@@ -17,7 +17,13 @@ from simplellm.model.kernels.exchange import (
     exchange_largest,
     load_addresses,
 )
-from simplellm.model.kernels.filters import COLUMNS, Part, bounds, depth_of, peak_of
+from simplellm.model.kernels.filters import (
+    COLUMNS,
+    LogitsShard,
+    bounds,
+    depth_of,
+    peak_of,
+)
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
 from simplellm.sampling.filters import Filters
 
@@ -150,7 +156,7 @@ def draw(
     seeds: Tensor,
     steps: Tensor,
     filters: Filters | None = None,
-    part: Part | None = None,
+    shard: LogitsShard | None = None,
     peers: Peers | None = None,
 ) -> Tensor:
     """One token for each row of ``logits`` float32 [S, V]: int32 [S].
@@ -160,17 +166,17 @@ def draw(
     int64 [S] fix the noise, as in `simplellm.model.ops.draw`, whose tokens these are:
     hash, subtraction, division and sum are the same to the bit, and on a GPU the
     logarithms come from the same library. All are contiguous. A rank that has the
-    logits [S, W] of a ``part`` draws with its ``peers``.
+    logits [S, W] of a ``shard`` draws with its ``peers``.
     """
     rows, width = logits.shape
     limits: tuple[Tensor | None, Tensor | None] = None, None
     if filters is not None:
-        limits = bounds(logits, best, temperature, filters, part)
+        limits = bounds(logits, best, temperature, filters, shard)
     ids = torch.empty_like(best)
     blocks = -(-width // DRAW_BLOCK)
     keys = seeds.new_empty(rows, blocks)
     start, finish = draw_launchers(logits.is_cuda, peers)
-    peaks, first = (None, 0) if part is None else (part.peaks, part.first)
+    peaks, first = (None, 0) if shard is None else (shard.peaks, shard.first)
     inputs = logits, best, temperature, seeds, steps, *limits, peaks
     start((blocks, rows, 1), *inputs, keys, width, first)
     addresses = None if peers is None else peers.addresses

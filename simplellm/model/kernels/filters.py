@@ -40,7 +40,7 @@ COLUMNS = ["best_ptr", "temperature_ptr", "seeds_ptr", "steps_ptr"]
 COLUMNS += ["top_k_ptr", "top_p_ptr", "floors_ptr", "deepest_ptr", "peaks_ptr"]
 
 
-class Part(NamedTuple):
+class LogitsShard(NamedTuple):
     """The tokens that one rank of several has logits of."""
 
     first: int
@@ -254,7 +254,7 @@ def bounds(
     best: Tensor,
     temperature: Tensor,
     filters: Filters,
-    part: Part | None = None,
+    shard: LogitsShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The greatest depth, int32 [S], and the least score, float32 [S, 1], to be kept.
 
@@ -262,12 +262,12 @@ def bounds(
     ``best`` int32 [S] their likeliest tokens, ``temperature`` float32 [S]; a row at 0
     gets any depth. All are contiguous. What is kept is what `filter_tokens` of
     `sampling/filters.py` keeps: weights are the same to the bit where the exponential
-    comes from the same library, as it does on a GPU. With a ``part`` they are float32
+    comes from the same library, as it does on a GPU. With a ``shard`` they are float32
     [S, W], and all ranks' count.
     """
     rows, width = logits.shape
-    vocabulary = width if part is None else part.vocabulary
-    peaks, leads = (None, 1) if part is None else (part.peaks, int(part.leads))
+    vocabulary = width if shard is None else shard.vocabulary
+    peaks, leads = (None, 1) if shard is None else (shard.peaks, int(shard.leads))
     searches = [False] * filters.some_top_k + [True] * filters.some_top_p
     deepest, shifts = best.new_full([rows], LAST), torch.empty_like(best)
     shape = len(searches), 3, rows, TOTAL.value + 1
@@ -280,8 +280,8 @@ def bounds(
             tally, pick = filter_launchers(weights, number == 0, logits.is_cuda)
             inputs = logits, best, peaks, *columns, floors, deepest
             tally(grid, *inputs, *bins, sums, width, vocabulary)
-            if part is not None:
-                sums.copy_(part.add_up(sums))
+            if shard is not None:
+                sums.copy_(shard.add_up(sums))
             pick((rows, 1, 1), *columns, deepest, *bins, sums, vocabulary, leads)
         deepest = bins[0]
     return deepest, floors

@@ -43,7 +43,7 @@ from simplellm.model.kernels.rounding import (
 )
 from simplellm.model.kernels.scales import load_scales
 
-PLACES = 3 * 132  # programs of 64 rows that all processors of an H200 hold at once
+WAVE = 3 * 132  # programs of 64 rows that all processors of an H200 hold at once
 # Rows of a weight from which on all processors get a program with 128 of them.
 MANY_ROWS = 128 * 132
 
@@ -127,9 +127,9 @@ def choose_scaled(
     if tokens > BEFORE_CUBLAS:
         return Dot(rows=128, depth=128, parts=1, warps=8, stages=3)
     if tokens > 16:
-        most = PLACES // -(-size_out // 64) if parts else 1
+        most = WAVE // -(-size_out // 64) if parts else 1
         count = max(1, min(most, MOST_PARTS, size_in // 128))
-        rows = 64 if size_out <= 64 * PLACES else 128  # no program waits for a place
+        rows = 64 if size_out <= 64 * WAVE else 128  # no program waits for a place
         return Dot(rows=rows, depth=128, parts=count, warps=4, stages=3)
     if size_out >= MANY_ROWS:
         return Dot(rows=128, depth=128, parts=1, warps=8, stages=4)

@@ -19,7 +19,7 @@ from simplellm.model.kernels.sorting import VARYING, max_blocks, sort_small_kern
 from simplellm.model.layers import Experts
 
 COMPARED = 4096  # pairs of which each is compared with each
-PLACED = 512  # pairs that a program counts and then places when there are more
+CHUNK_PAIRS = 512  # pairs that a program counts and then scatters, of more than those
 
 
 @triton.jit(
@@ -115,7 +115,7 @@ def top_k_kernel(
 @triton.jit(
     do_not_specialize=VARYING, do_not_specialize_on_alignment=["num_tokens_ptr"]
 )
-def place_kernel(
+def scatter_kernel(
     ids_ptr,
     counts_ptr,
     pairs_ptr,
@@ -133,7 +133,7 @@ def place_kernel(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a chunk of pairs, which it puts where they belong.
+    """One program scatters a chunk of pairs, each to those of its expert.
 
     position[i] = offset[id[i]] + #{j in earlier chunks: id[j] = id[i]}
                   + #{j < i in this chunk: id[j] = id[i]}
@@ -251,7 +251,7 @@ class SortPlan(NamedTuple):
     num_blocks: int
     grid: tuple[int, int, int]
     counter: Launcher | None  # if they are counted first
-    placer: Launcher
+    scatter: Launcher
 
 
 @lru_cache(8192)
@@ -260,7 +260,7 @@ def sort_plan(
 ) -> SortPlan:
     """For n pairs."""
     num_blocks = max_blocks(n, experts, block)
-    rows = PLACED if n > COMPARED else 32
+    rows = CHUNK_PAIRS if n > COMPARED else 32
     programs = -(-n // rows)
     width = power_of_two(experts + others)
     options: dict[str, Any] = {"TOP_K": top_k, "BLOCK_E": width}
@@ -271,8 +271,8 @@ def sort_plan(
     if n > COMPARED:
         options |= {"CHUNK": rows, "num_warps": 16}
         counter = launcher(count_kernel, **options)
-        placer = launcher(place_kernel, TILE=32, **options, **sizes)
-        return SortPlan(num_blocks, grid, counter, placer)
+        scatter = launcher(scatter_kernel, TILE=32, **options, **sizes)
+        return SortPlan(num_blocks, grid, counter, scatter)
     options |= {"CHUNK": min(512, max(32, power_of_two(n))), "num_warps": 8}
     small = launcher(sort_small_kernel, ROWS=rows, **options, **sizes)
     return SortPlan(num_blocks, grid, None, small)
@@ -294,13 +294,13 @@ def dispatch(
     GPU.
     """
     n, top_k = ids.numel(), ids.shape[1]
-    num_blocks, grid, counter, placer = sort_plan(n, top_k, experts, block, others)
+    num_blocks, grid, counter, scatter = sort_plan(n, top_k, experts, block, others)
     result = Dispatch.empty(ids, experts, num_blocks)
     outputs = *result, num_tokens, n, num_blocks
     if counter is None:
-        placer(grid, ids, *outputs)
+        scatter(grid, ids, *outputs)
         return result
     counts = ids.new_empty(grid[0], power_of_two(experts + others))
     counter(grid, ids, counts, num_tokens, n)
-    placer(grid, ids, counts, *outputs)
+    scatter(grid, ids, counts, *outputs)
     return result

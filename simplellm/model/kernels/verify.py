@@ -8,7 +8,7 @@ T tokens, at most QUERIES of them in each of B rows.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,21 +16,20 @@ from torch import Tensor
 
 from simplellm.model.batch import KVGroup
 from simplellm.model.kernels.decode import (
+    DecodePlan,
     DecodeTiles,
     Scratch,
-    choose_splits,
     decode_tiles,
-    join_constants,
+    make_plan,
     store_joined,
     store_result,
 )
 from simplellm.model.kernels.key_tiles import (
-    LOG2E,
     AttentionSizes,
     init_acc,
     load_pair,
 )
-from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
+from simplellm.model.kernels.launch import power_of_two
 from simplellm.model.kernels.prefill import ANYWHERE, VARIED
 from simplellm.model.kernels.softmax import find_rows, softmax_update
 
@@ -233,37 +232,14 @@ def verify_join_kernel(
     )
 
 
-class VerifyPlan(NamedTuple):
-    """How a step's rows are launched."""
-
-    splits: int  # of a row and kv head
-    scale: float  # of logits
-    start: Launcher
-    join: Launcher
-    join_programs: int  # of a row and query
-
-
 @cache
 def verify_plan(
     tiles: DecodeTiles, batch: int, queries: int, pages: int, sizes: AttentionSizes
-) -> VerifyPlan:
+) -> DecodePlan:
     """For ``batch`` rows of ``queries``, whose tables have room for ``pages``."""
-    longest = pages * sizes.PAGE
-    if sizes.WINDOW:
-        longest = min(longest, sizes.WINDOW + queries - 1)
-    splits = min(choose_splits(batch, sizes.K), -(-longest // tiles.least))
-    start = launcher(
-        verify_kernel,
-        **sizes._asdict(),
-        QUERIES=power_of_two(queries),
-        BLOCK=tiles.block,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    constants, heads_each = join_constants(sizes, tiles, batch, splits)
-    join = launcher(verify_join_kernel, **constants)
-    programs = sizes.K * -(-sizes.G // heads_each)
-    return VerifyPlan(splits, LOG2E.value * sizes.D**-0.5, start, join, programs)
+    split = verify_kernel, {"QUERIES": power_of_two(queries)}
+    join = verify_join_kernel, dict[str, Any]()
+    return make_plan(tiles, batch, queries, pages, sizes, split, join)
 
 
 def verify_attention(
@@ -285,7 +261,7 @@ def verify_attention(
     batch, pages_in_row = group.decodes, group.tables.shape[1]
     assert batch == num_tokens == len(group.lengths), "rows for all tokens, no chunks"
     tiles = decode_tiles(batch, sizes.D, group.window)
-    splits, scale, start, join, programs = verify_plan(
+    splits, scale, start, join, join_grid = verify_plan(
         tiles, batch, group.queries, pages_in_row, sizes
     )
     arrays = group.offsets, group.lengths, group.query_start_loc
@@ -296,5 +272,4 @@ def verify_attention(
         *(scale, least, num_tokens, keys.stride(0), pages_in_row),
     )
     if splits > 1:
-        grid = programs, batch, group.queries
-        join(grid, parts, sums, *arrays, out, splits, least)
+        join(join_grid, parts, sums, *arrays, out, splits, least)

@@ -19,7 +19,7 @@ from simplellm.model.kernels.exchange import (
     exchange_largest,
     load_addresses,
 )
-from simplellm.model.kernels.filters import Part
+from simplellm.model.kernels.filters import LogitsShard
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.parallel import VocabularyShard
 from simplellm.sampling.filters import Filters
@@ -176,5 +176,5 @@ class ExchangingShard(VocabularyShard):
         inputs = logits, best, self.peers.addresses, peaks, width, first
         peak_launcher(self.peers)((rows, 1, 1), *inputs)
         add_up, leads = self.group.sum, self.group.rank == 0
-        part = Part(first, self.vocab_size, peaks, add_up, leads)
-        return draw(logits, best, *columns, part, self.peers)
+        shard = LogitsShard(first, self.vocab_size, peaks, add_up, leads)
+        return draw(logits, best, *columns, shard, self.peers)

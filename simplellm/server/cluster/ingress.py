@@ -27,14 +27,14 @@ from simplellm.server.http.errors import RETRY, APIError, openai_form, unavailab
 from simplellm.server.remote.prefixes import digests_of
 
 LOGGER = logging.getLogger("ray.serve")
-# Of the scope of a request, what a replica is told. All of it is numbers and texts.
-TOLD = """type http_version method scheme path raw_path root_path query_string headers
-client server""".split()
+# What a replica gets of a request's scope. All of it is numbers and texts.
+SCOPE_FIELDS = """type http_version method scheme path raw_path root_path query_string
+headers client server""".split()
 # What a prompt is made of, in the order in which it comes; of any endpoint.
 PROMPT_PARTS = "tools system instructions prompt messages input".split()
-STRIDE_BYTES = 256  # so finely beginnings are told apart; some 64 tokens
-MOST_BYTES_TOLD = 1024 * STRIDE_BYTES  # of a prompt; what comes later is of no account
-SHARED_SECONDS = 2.0  # for what is only of use
+STRIDE_BYTES = 256  # between two beginnings of a prompt; some 64 tokens
+MAX_PREFIX_BYTES = 1024 * STRIDE_BYTES  # of a prompt that count
+SHARED_SECONDS = 2.0  # for hints, without which a request can go on
 ONE_RESPONSE = re.compile(r"/v1/responses/([^/]+)")
 FORMS = {endpoint.path: endpoint.form for endpoint in ENDPOINTS}
 # Ray's names of what a replica's end does to those who wait for it, and ours.
@@ -93,11 +93,11 @@ class Ingress:
 
         That happens once: it may have been the request that ended it. Raises APIError.
         """
-        told = {name: scope[name] for name in TOLD if name in scope}
+        fields = {name: scope[name] for name in SCOPE_FIELDS if name in scope}
         kind = b""
         for last in (False, True):
             started = False
-            messages = self.replicas.answer.remote(told, body, hints=asdict(hints))
+            messages = self.replicas.answer.remote(fields, body, hints=asdict(hints))
             try:
                 async for message in messages:
                     if message["type"] == "http.response.start":
@@ -134,4 +134,4 @@ def beginnings(body: bytes) -> list[int]:
     if isinstance(previous, str):
         return digest_of_id(previous)
     parts = [orjson.dumps(parsed[name]) for name in PROMPT_PARTS if parsed.get(name)]
-    return digests_of(b"".join(parts)[:MOST_BYTES_TOLD], STRIDE_BYTES)
+    return digests_of(b"".join(parts)[:MAX_PREFIX_BYTES], STRIDE_BYTES)

@@ -36,16 +36,16 @@ class PrefixRouter(RequestRouter):
         # Else Ray Serve would ask again and again without a pause.
         pending_request.routing_context.should_backoff = True
         hints = RoutingHints(**pending_request.kwargs["hints"])
-        places = {
+        replicas = {
             replica.replica_id.unique_id: replica for replica in candidate_replicas
         }
-        if hints.owner in places:
-            return [[places[hints.owner]]]
-        fresh = {name: places[name] for name in places if name not in hints.tried}
+        if hints.owner in replicas:
+            return [[replicas[hints.owner]]]
+        fresh = {name: replicas[name] for name in replicas if name not in hints.tried}
         cache = self.replica_queue_len_cache
         loads = {
             name: cache.get(replica.replica_id) or 0
-            for name, replica in (fresh or places).items()
+            for name, replica in (fresh or replicas).items()
         }
 
         def tie(name: str) -> float:
@@ -54,4 +54,4 @@ class PrefixRouter(RequestRouter):
             return crc32(f"{name} {last}".encode()) if last else random.random()
 
         order = ranked(loads, hints.matches, len(hints.digests), tie)
-        return [[places[name]] for name in order]
+        return [[replicas[name]] for name in order]

@@ -27,7 +27,7 @@ def digest_of_id(id: str) -> list[int]:
 
 def to_bytes(kept: FinishedResponse) -> bytes:
     """A response that is over, as JSON."""
-    return orjson.dumps([kept.response, kept.input_items, kept.asked_bytes])
+    return orjson.dumps([kept.response, kept.input_items, kept.input_bytes])
 
 
 def from_bytes(raw: bytes) -> FinishedResponse:
@@ -49,8 +49,8 @@ class Shared:
 
     async def match(self, digests: list[int]) -> dict[str, int]:
         """How many of the beginnings each replica has had."""
-        found = {name: one.match(digests) for name, one in self.prefixes.items()}
-        return {name: count for name, count in found.items() if count}
+        counts = {name: one.match(digests) for name, one in self.prefixes.items()}
+        return {name: count for name, count in counts.items() if count}
 
     async def remember(self, replica: str, digests: list[int]) -> None:
         """A replica computes a prompt with these beginnings."""
@@ -103,12 +103,12 @@ class SharedResponses(ResponseStore):
         self.shared, self.replica = shared, replica
         self.pool = ThreadPoolExecutor(8, "simplellm-shared")
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         """What `Shared` answers. Raises APIError."""
 
         def answer() -> Any:
-            asked = getattr(self.shared, method).remote(*arguments)
-            return asked.result(timeout_s=STORE_SECONDS)
+            response = getattr(self.shared, method).remote(*arguments)
+            return response.result(timeout_s=STORE_SECONDS)
 
         try:
             return self.pool.submit(answer).result(STORE_SECONDS)
@@ -119,13 +119,13 @@ class SharedResponses(ResponseStore):
 
     def begin(self, id: str, response: StoredResponse) -> None:
         super().begin(id, response)
-        self.ask("begin", id, self.replica)
+        self.call("begin", id, self.replica)
 
     def end(self, id: str, kept: FinishedResponse) -> None:
         if super().find(id) is None:  # it was deleted
             return
         try:
-            self.ask("end", id, to_bytes(kept))
+            self.call("end", id, to_bytes(kept))
         except APIError:  # the answer is there, if not for later
             LOGGER.warning("response %s is not kept", id)
         finally:
@@ -133,17 +133,17 @@ class SharedResponses(ResponseStore):
 
     def forget(self, id: str) -> None:
         super().forget(id)
-        self.ask("forget", id)
+        self.call("forget", id)
 
     def find(self, id: str) -> StoredResponse | None:
         running = super().find(id)
         if running is not None:
             return running
-        raw = self.ask("find", id)
+        raw = self.call("find", id)
         return None if raw is None else from_bytes(raw)
 
     def find_item(self, id: str) -> dict[str, Any] | None:
-        raw = self.ask("find_item", id)
+        raw = self.call("find_item", id)
         return None if raw is None else orjson.loads(raw)
 
     def remember(self, digests: Sequence[int]) -> None:

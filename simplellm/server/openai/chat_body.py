@@ -175,9 +175,7 @@ def with_choice(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def offered_tools(
-    tools: Sequence[Any], context: ValidationContext, where: str = "tools"
-) -> list[Any]:
+def offered_tools(tools: Sequence[Any], context: ValidationContext) -> list[Any]:
     """The tools without those that others run themselves, unless there are no others.
 
     An answer without them would be another one where nothing can take their place. One
@@ -187,7 +185,7 @@ def offered_tools(
     for tool in tools:
         kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
         if isinstance(kind, str) and kind not in KINDS:
-            left_out.append(f"{where}.{kind}")
+            left_out.append(f"tools.{kind}")
         elif not isinstance(text := as_text(tool), str) or text not in seen:
             kept.append(tool)
             seen.add(text if isinstance(text, str) else None)

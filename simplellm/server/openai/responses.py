@@ -72,7 +72,7 @@ class Response(Generation):
         before = items_before(self.store, body.previous_response_id)
         given = kept_items(body.input, self.key, self.store)
         self.input_items = before + given
-        self.asked_bytes = len(orjson.dumps(self.input_items))
+        self.input_bytes = len(orjson.dumps(self.input_items))
         expect(self.input_items, "input", body.input, "at least one item")
         self.tools = ClientTools(body.tools or ())
         self.tools.add_missing(tools_in(self.input_items))
@@ -165,7 +165,7 @@ class Response(Generation):
         """``response`` is what there is from now on."""
         self.status, self.replies = response["status"], None
         self.store.end(
-            self.id, FinishedResponse(response, self.input_items, self.asked_bytes)
+            self.id, FinishedResponse(response, self.input_items, self.input_bytes)
         )
         return response
 

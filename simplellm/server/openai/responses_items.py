@@ -36,7 +36,7 @@ from simplellm.text.harmony.schema import Lead
 Item = dict[str, Any]  # as it is kept
 # Types of parts that are text.
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "refusal")
-MOST_TOLD = 500  # characters of an item that nobody here knows
+MAX_UNKNOWN_CHARS = 500  # characters of an item that nobody here knows
 # Kinds of items, and how their ids begin.
 PREFIXES = {
     "message": "msg",
@@ -326,7 +326,11 @@ def known_item(item: Any, context: ValidationContext) -> list[Any]:
     if kind == "compaction_trigger":
         return []
     fields = {k: v for k, v in item.items() if k not in ("id", "type", "status")}
-    text = "" if "encrypted_content" in fields else str(as_text(fields))[:MOST_TOLD]
+    text = (
+        ""
+        if "encrypted_content" in fields
+        else str(as_text(fields))[:MAX_UNKNOWN_CHARS]
+    )
     words = f"[{kind[:50]}{': ' * bool(text)}{text}]"
     return [{"role": "assistant", "phase": "commentary", "content": words}]
 

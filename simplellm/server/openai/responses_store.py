@@ -34,7 +34,7 @@ class FinishedResponse:
     response: dict[str, Any]
     input_items: list[dict[str, Any]]
     # Of ``input_items`` as JSON: they are many, and an event loop shouldn't count them.
-    asked_bytes: int = 0
+    input_bytes: int = 0
 
     def own_items(self, id: str) -> list[dict[str, Any]]:
         """Items whose ids are made of the response's ``id``: nobody can guess them."""
@@ -79,7 +79,7 @@ class ResponseStore:
 
     def end(self, id: str, kept: FinishedResponse) -> None:
         """``kept`` is to be found under this id from now on, if anything was."""
-        size = len(orjson.dumps(kept.response)) + kept.asked_bytes
+        size = len(orjson.dumps(kept.response)) + kept.input_bytes
         with self.lock:
             if id not in self._running and id not in self._finished:
                 return

@@ -143,16 +143,16 @@ class RemoteEngine(EngineBase):
 
     def stats(self) -> Stats:
         """How the engine is doing. Raises EngineError if it can't say."""
-        return Stats(**self._ask("stats"))
+        return Stats(**self._call("stats"))
 
     def snapshot(self) -> Snapshot:
         """`Engine.snapshot`; its dicts have text for keys."""
-        snapshot: Snapshot = self._ask("snapshot")
+        snapshot: Snapshot = self._call("snapshot")
         return snapshot
 
     def compile(self, text: str) -> Grammar:
         """A grammar that the engine's process keeps. Raises GrammarError."""
-        return Grammar(self._ask("compile", text), None)
+        return Grammar(self._call("compile", text), None)
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``cancel`` them now."""
@@ -168,7 +168,7 @@ class RemoteEngine(EngineBase):
             # A driver may hold up even a process that was killed.
             self.process.wait(END_SECONDS if self.hung else timeout)
 
-    def _ask(self, *question: Any) -> Any:
+    def _call(self, *question: Any) -> Any:
         """What the engine's process answers. Raises EngineError, or its error."""
         answer: Future[Any] = Future()
         self.check_process()

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-Place = TypeVar("Place")
-STRIDE = 16  # tokens: so finely beginnings are told apart
+Replica = TypeVar("Replica")
+STRIDE = 16  # tokens between two beginnings of a prompt
 MOST_PREFIXES = 2**17  # that are remembered of a replica, about 15 MB
 # A replica is overloaded if it has more requests than this share of those of another
 # one, and so many on top.
@@ -46,21 +46,21 @@ def digests_of(prompt: Sequence[int], stride: int = STRIDE) -> list[int]:
 
 
 def ranked(
-    loads: Mapping[Place, int],
-    matches: Mapping[Place, int],
+    loads: Mapping[Replica, int],
+    matches: Mapping[Replica, int],
     total: int,
-    tie: Callable[[Place], Any],
-) -> list[Place]:
-    """Where a prompt should go, the best place first.
+    tie: Callable[[Replica], Any],
+) -> list[Replica]:
+    """The replicas in the order in which a prompt should try them.
 
-    That is the place with most of its ``total`` beginnings, if it has half of them and
-    isn't overloaded; then come the least busy ones. ``loads`` are the requests of each.
-    Of two that are equal the one with the smaller ``tie`` is first.
+    The first is the one with most of its ``total`` beginnings, if it has half of them
+    and isn't overloaded; then come the least busy ones. ``loads`` are the requests of
+    each. Of two that are equal the one with the smaller ``tie`` is first.
     """
-    idle = sorted(loads, key=lambda place: (loads[place], tie(place)))
+    idle = sorted(loads, key=lambda replica: (loads[replica], tie(replica)))
     most = TOO_MUCH * min(loads.values(), default=0) + MARGIN
-    free = [place for place in idle if loads[place] <= most]
-    best = max(free, key=lambda place: matches.get(place, 0), default=None)
+    free = [replica for replica in idle if loads[replica] <= most]
+    best = max(free, key=lambda replica: matches.get(replica, 0), default=None)
     if best is None or not 2 * matches.get(best, 0) >= total > 0:
         return idle
-    return [best, *(place for place in idle if place != best)]
+    return [best, *(replica for replica in idle if replica != best)]

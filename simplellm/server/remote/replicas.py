@@ -271,7 +271,7 @@ class Replicas(EngineBase):
         expect_one(ready or self.closing)
         return ready
 
-    def _ask_all(
+    def _call_all(
         self, question: Callable[[RemoteEngine], Result]
     ) -> list[tuple[ReplicaSlot, Result]]:
         """What each of them answers, but for those that end meanwhile."""
@@ -293,7 +293,7 @@ class Replicas(EngineBase):
 
     def stats(self) -> Stats:
         """How they are doing together; quantiles are those of the slowest one."""
-        for slot, stats in self._ask_all(RemoteEngine.stats):
+        for slot, stats in self._call_all(RemoteEngine.stats):
             slot.stats = stats
         every = [stats for slot in self.slots for stats in slot.past]
         latest = [slot.stats for slot in self.slots if slot.stats is not None]
@@ -307,7 +307,7 @@ class Replicas(EngineBase):
 
     def snapshot(self) -> Snapshot:
         """`Engine.snapshot` of all; their pages are numbered one after the other."""
-        snapshots = [snapshot for _, snapshot in self._ask_all(RemoteEngine.snapshot)]
+        snapshots = [snapshot for _, snapshot in self._call_all(RemoteEngine.snapshot)]
         first = 0
         for one in snapshots:
             pages = one["pages"]
@@ -329,7 +329,7 @@ class Replicas(EngineBase):
 
     def compile(self, text: str) -> Grammar:
         """A grammar that each engine's process keeps. Raises GrammarError."""
-        return self._ask_all(lambda engine: engine.compile(text))[0][1]
+        return self._call_all(lambda engine: engine.compile(text))[0][1]
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``cancel`` them now."""
