@@ -41,6 +41,8 @@ def test_calls_that_have_to_come_come() -> None:
         for texts, temperature, choice in (
             (sums, 0, "required"),
             (sums, 0, chosen),
+            (products, 0, "required"),
+            (products, 0, chosen),
             (products, 1, "required"),
         ):
             chats = [[{"role": "user", "content": text}] for text in texts]
