@@ -272,9 +272,7 @@ def test_lines_are_counted_without_text_and_comments() -> None:
 
 
 @LONG
-def test_kept_versions_are_right_and_the_engine_with_them_answers(
-    full: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_kept_versions_are_right(full: Path) -> None:
     results: list[Result] = []
     for chapter, asked in by_chapter(BLANKS).items():
         # Triton decides to interpret when it is imported: in a process of its own.
@@ -282,7 +280,15 @@ def test_kept_versions_are_right_and_the_engine_with_them_answers(
         results += judged(full, asked) if kernels else judged_here(full, chapter)
     assert [r.message for r in results if r.verdict != "right"] == []
     assert [r.name for r in results] == [blank.name for blank in BLANKS]
-    mine.ask(full, results, PROMPT)
+
+
+@exhaustive
+@LONG
+def test_the_engine_with_all_kept_versions_answers(
+    full: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It checks each of them once more, and drafts on two ranks."""
+    mine.ask(full, [Result(b.name, b.chapter, "right", "") for b in BLANKS], PROMPT)
     head, _, said = " ".join(capfd.readouterr().out.split()).partition(PROMPT)
     assert "uses ours" not in head
     for blank in EXPORTED:
