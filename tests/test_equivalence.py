@@ -37,7 +37,7 @@ from simplellm.text.harmony import Message, render
 sys.path.append(str(Path(__file__).parents[1] / "tools/embedded"))
 from problems import evaluation_set
 
-CASES = 40
+CASES = 25
 VOCAB = TINY.vocab_size
 WINDOW = TINY.sliding_window
 LONGEST = 60  # tokens of a request in the random cases, prompt and output
@@ -286,20 +286,20 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(
     tiny: Model, alone: Recompute
 ) -> None:
     counts = run_cases(tiny, alone, range(CASES))
-    assert 10 <= counts["overlap"] <= 30
+    assert 8 <= counts["overlap"] <= 17
     assert min(counts[reason] for reason in ("stop", "length", "abort")) >= 10, counts
     assert counts["preemptions"] >= 20, counts
-    assert min(counts["hits"], counts["evictions"], counts["shared"]) >= 300, counts
+    assert min(counts["hits"], counts["evictions"], counts["shared"]) >= 200, counts
 
 
 @pytest.mark.bits
 def test_drafts_change_no_token(tiny: Model, alone: Recompute) -> None:
     """Right ones and wrong ones: of requests that draw, too, and that are penalized."""
     counts = run_cases(tiny, alone, range(CASES), drafts=True)
-    assert 10 <= counts["overlap"] <= 30
+    assert 8 <= counts["overlap"] <= 17
     assert min(counts[reason] for reason in ("stop", "length", "abort")) >= 10, counts
     assert counts["preemptions"] >= 20, counts
-    assert 300 <= counts["right"] < counts["drafts"] - 300, counts
+    assert 150 <= counts["right"] < counts["drafts"] - 150, counts
 
 
 def test_captured_steps_give_the_tokens_of_a_request_alone(
@@ -311,7 +311,7 @@ def test_captured_steps_give_the_tokens_of_a_request_alone(
     for seed in range(CASES):
         run_case(model, alone, seed, captured=True, drafts=seed % 2 == 0)
     kinds = Counter((shape.chunks > 0, shape.queries) for shape in tape.replays)
-    assert min(kinds[True, 1], kinds[False, 1], kinds[False, QUERIES]) >= 200, kinds
+    assert min(kinds[True, 1], kinds[False, 1], kinds[False, QUERIES]) >= 100, kinds
 
 
 @pytest.mark.exhaustive

@@ -471,6 +471,7 @@ def test_the_same_checks_run_by_pytest(empty: Path) -> None:
     kept = next(b.kept for b in BLANKS if b.name == "MXFP4.dequantize")
     fill(empty, {"MXFP4.dequantize": kept})
     options = ["-q", "-p", "no:cacheprovider", "--color=no", "-rA"]
+    options += ["-p", "no:schemathesis", "-p", "no:nbval"]  # slow to import
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options],
         cwd=empty,
