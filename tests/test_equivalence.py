@@ -9,7 +9,7 @@ import itertools
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -203,6 +203,7 @@ def run_case(
     captured: bool = False,
     drafts: bool = False,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    make: Callable[..., Any] = make_engine,
 ) -> Counter[str]:
     """One random schedule against the reference; what happened in it."""
     chance = random.Random(seed)
@@ -211,7 +212,7 @@ def run_case(
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     if drafts:
         config = replace(config, speculative="suffix", num_speculative_tokens=5)
-    engine = make_engine(model, config, overlap=chance.random() < 0.5)
+    engine = make(model, config, overlap=chance.random() < 0.5)
     if drafts:
         engine.scheduler.speculator = prophet
     if captured:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,16 @@ def compare(
 def test_families(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", CASES[name]().build())
     compare(open_weights(folder, torch.float32, CPU, False, None), tmp_path / "g", 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+def test_families_on_four_ranks(name: str, tmp_path: Path) -> None:
+    case = CASES[name]()
+    heads = {"n_head": 8} if case.kind == "GPT2" else OF_FOUR
+    case = replace(case, changes={**case.changes, **heads})
+    folder = write(tmp_path / "model", case.build())
+    compare(open_weights(folder, torch.float32, CPU, False, None), tmp_path / "g", 4)
 
 
 def test_uneven_parts(tmp_path: Path) -> None:
@@ -528,14 +539,13 @@ def test_a_rank_that_dies_while_all_wait(folder: Path) -> None:
     ("sent", "wrong"),
     [
         pytest.param(signal.SIGKILL, "status -9", marks=pytest.mark.exhaustive),
-        (signal.SIGSTOP, "out of step: .*[Tt]imed out"),
+        (signal.SIGSTOP, "rank 1 hangs"),
     ],
-    ids=["dies", "hangs"],
+    ids=["dies", "is stopped"],
 )
 def test_a_rank_that_stops_in_a_step(
-    sent: signal.Signals, wrong: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    sent: signal.Signals, wrong: str, folder: Path
 ) -> None:
-    monkeypatch.setattr(ranks_module, "REPLY_SECONDS", 3.0)
     llm = LLM(folder, SMALL, device="cpu", tensor_parallel_size=2)
     (process,) = processes(llm)
     stream = llm.stream("x", max_tokens=500, ignore_eos=True)
@@ -548,6 +558,94 @@ def test_a_rank_that_stops_in_a_step(
     llm.close()
     assert time.monotonic() - start < 15
     assert process.poll() is not None
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str, str], None]:
+    """Have a rank of the next engine fail, as failing_rank.py says."""
+    monkeypatch.setattr(ranks_module, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(ranks_module, "LOAD_SECONDS", 4.0)
+
+    def prepare(rank: int, when: str, how: str) -> None:
+        begun, script = count(1), Path(__file__).with_name("failing_rank.py")
+
+        class Process(subprocess.Popen[bytes]):
+            def __init__(self, command: list[str], **options: Any) -> None:
+                if next(begun) == rank:
+                    command = [sys.executable, str(script), when, how, command[-1]]
+                super().__init__(command, **options)
+
+        monkeypatch.setattr(subprocess, "Popen", Process)
+
+    return prepare
+
+
+PHASES = ["loads", "prompt", "decode", "draws", "adds up"]
+ASKED_FOR: dict[str, Any] = {"max_tokens": 8, "seed": 1, "ignore_eos": True}
+
+
+def ends(folder: Path, size: int, wrong: str) -> None:
+    """An engine of so many ranks says what is wrong, soon, and leaves no process."""
+    begun: list[Leader] = []
+    begin = Leader.__init__
+
+    def noted(self: Leader, *arguments: Any) -> None:
+        begun.append(self)
+        begin(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Leader, "__init__", noted)
+        with pytest.raises(EngineError, match=wrong):
+            llm = LLM(folder, SMALL, device="cpu", tensor_parallel_size=size)
+            start = time.monotonic()
+            try:
+                llm.generate("x", **ASKED_FOR).result(PATIENCE)
+            finally:
+                llm.close()
+                assert time.monotonic() - start < 20
+    (leader,) = begun
+    assert len(leader.processes) == size - 1
+    assert all(process.poll() is not None for process in leader.processes)
+
+
+FEW = [  # in the suite; the others are exhaustive
+    (2, "loads", "dies"),
+    (2, "decode", "hangs"),
+    (2, "adds up", "dies"),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "when", "how"),
+    [
+        pytest.param(*each, marks=[] if each in FEW else [pytest.mark.exhaustive])
+        for each in product((2, 4), PHASES, ("dies", "hangs"))
+    ],
+)
+def test_a_rank_that_fails_ends_the_engine(
+    size: int, when: str, how: str, wide: Path, failing: Callable[[int, str, str], None]
+) -> None:
+    """At each phase; of four ranks, the third."""
+    rank = size - 1 if size == 2 else 2
+    failing(rank, when, how)
+    hangs = f"rank {rank} hangs: the others wait for it"
+    ends(wide, size, hangs if how == "hangs" else f"rank {rank} ended with status -9")
+
+
+@pytest.mark.parametrize(
+    "how", ["computes", pytest.param("compiles", marks=pytest.mark.exhaustive)]
+)
+def test_a_rank_that_takes_long_does_not_hang(
+    how: str, folder: Path, failing: Callable[[int, str, str], None]
+) -> None:
+    """It computes, or has another process compile, for longer than it may rest."""
+    with LLM(folder, SMALL, device="cpu") as llm:
+        expected = llm.generate("x", **ASKED_FOR).result()[0].token_ids
+    failing(1, "decode", how)
+    with LLM(folder, SMALL, device="cpu", tensor_parallel_size=2) as llm:
+        start = time.monotonic()
+        assert llm.generate("x", **ASKED_FOR).result()[0].token_ids == expected
+        assert time.monotonic() - start > 3
 
 
 def test_a_rank_that_cannot_load_says_why(

@@ -29,6 +29,7 @@ def follow(
     *,
     folder: str,
     memory: int,
+    progress: int,
     rank: int,
     size: int,
     path: str | None,
@@ -44,7 +45,7 @@ def follow(
     kind, where = getattr(torch, dtype), torch.device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    ranks = Follower(link, folder, rank, size, where, memory)
+    ranks = Follower(link, folder, rank, size, where, memory, progress)
     try:
         source = open_weights(path, kind, where, random_weights, seed)
         engine, *_ = load_engine(source, EngineConfig(**config), kind, where, ranks)

@@ -10,7 +10,8 @@ the next tokens, which `suffix.py` makes of what a text said before and
 `head_drafter.py` of what an EAGLE-3 head reads, as far as `step_times.py` finds that
 they pay; `drafts.py` has its rules, and `build_speculation.py` makes it as the config
 says. `sampler.py` chooses tokens. `stats.py` counts, `ranks.py` has several processes
-take part in each step. `snapshot.py` types what an engine says of its requests and
-pages, `warmup.py` compiles kernels before they are needed, and `client.py` has what an
-engine in another process shares with one in this.
+take part in each step, and `progress.py` tells those that are busy from one that hangs.
+`snapshot.py` types what an engine says of its requests and pages, `warmup.py` compiles
+kernels before they are needed, and `client.py` has what an engine in another process
+shares with one in this.
 """

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +35,7 @@ from simplellm.base.transfer import pinned
 from simplellm.checkpoint.sharding import OPTION, Shard, ShardedSource, check_shards
 from simplellm.checkpoint.source import Source
 from simplellm.engine.graphs import CaptureShape
+from simplellm.engine.progress import Progress, Stillness
 from simplellm.engine.sampler import SamplingTensors
 from simplellm.model.machine import dtype_name
 from simplellm.model.ops import Ops
@@ -46,6 +48,8 @@ from simplellm.sampling.penalties import TokenCounts
 START_SECONDS = 120.0  # until the processes are there
 REPLY_SECONDS = 30.0  # that a rank may be behind the others
 END_SECONDS = 3.0  # between the end of the link and that of a process
+HANG_SECONDS = 5.0  # that a rank may be behind and do nothing
+LOAD_SECONDS = 120.0  # that it may do nothing while it loads
 POLL_SECONDS = 0.25  # between two looks at whether all live
 ALIGNMENT = 8  # bytes, of a tensor in a message
 
@@ -203,23 +207,32 @@ class Leader(TensorParallel):
         self.counts: Tensor | None = None  # of the tables that all ranks have
         self.closed = False
         self.aborted = ""  # why the GPUs were told to wait no longer
+        self.hung = ""  # which rank hangs, if that is why
+        self.loading_rank = 0  # that is waited for
         self.since: float | None = None  # when somebody began to wait for the GPU
         self.wake: Callable[[], object] = lambda: None
         self.folder = TemporaryDirectory(prefix="simplellm-")
         self.memory = SharedMemory(os.memfd_create("simplellm"))
+        self.counts_file = Progress.create(size)
+        self.progress = Progress(self.counts_file, size)
         with self.loading():
             for rank in range(1, size):
                 self._spawn()
                 start = {"folder": self.folder.name, "rank": rank, "size": size}
                 start["device"] = str(device_of(device, rank))
                 start["memory"] = self.memory.number
+                start["progress"] = self.counts_file
                 self.links[-1].send({**start, **options})
             for rank, link in enumerate(self.links, 1):
                 link.link.settimeout(START_SECONDS)
                 self._wait_for(rank)
                 link.link.settimeout(None)
-            threading.Thread(target=self._watch, daemon=True).start()
             self.group = Group(self.folder.name, 0, size, REPLY_SECONDS, device)
+            self.group.before = self._advance
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def _advance(self) -> None:
+        self.progress.advance(0)
 
     def _spawn(self) -> None:
         """A process in a group of its own: Ctrl-C in a terminal is for rank 0 alone."""
@@ -228,7 +241,7 @@ class Leader(TensorParallel):
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-m", "simplellm.api.follower", str(number)]
-            files = number, self.memory.number
+            files = number, self.memory.number, self.counts_file
             process = subprocess.Popen(command, pass_fds=files, process_group=0)
         self.processes.append(process)
 
@@ -237,7 +250,8 @@ class Leader(TensorParallel):
         reply = self.links[rank - 1].receive()
         if reply is None:
             status = self.processes[rank - 1].wait(END_SECONDS)
-            raise EngineError(f"rank {rank} ended with status {status} while it loaded")
+            wrong = f"rank {rank} ended with status {status} while it loaded"
+            raise EngineError(self.hung or wrong)
         if "failed" in reply:
             raise EngineError(f"rank {rank} could not load: {reply['failed']}")
 
@@ -255,7 +269,9 @@ class Leader(TensorParallel):
 
     def min_once_loaded(self, number: int) -> int:
         for rank in range(1, self.size):
+            self.loading_rank = rank
             self._wait_for(rank)  # it has loaded, which may take long
+        self.loading_rank = 0
         for link in self.links:
             link.send({})
         least = self.min_of_all(number)
@@ -277,6 +293,8 @@ class Leader(TensorParallel):
         kinds = [t if t is None else [dtype_name(t.dtype), [*t.shape]] for t in tensors]
         for link in self.links:
             link.send({"call": call, "tensors": kinds, **numbers})
+        if self.group.nccl is not None:  # what they wait for is not on the host
+            self._advance()
         if parts := [as_bytes(tensor) for tensor in tensors if tensor is not None]:
             self.group.broadcast(torch.cat(parts))
 
@@ -328,17 +346,36 @@ class Leader(TensorParallel):
 
     def _watch(self) -> None:
         """Until all is over, or a rank ends or is late: then nothing waits for it."""
+        still = [Stillness(process.pid) for process in self.processes]
         while not self.closed and not self.aborted:
             since = self.since
             if any(process.poll() is not None for process in self.processes):
                 self.aborted = "a rank has ended"
             elif since is not None and time.monotonic() - since > REPLY_SECONDS:
                 self.aborted = f"a step has timed out, after {REPLY_SECONDS:.0f} s"
+            elif (rank := self._hanging(still)) is not None:
+                self.hung = f"rank {rank} hangs: the others wait for it, and it has "
+                self.hung += f"done nothing for {HANG_SECONDS:.0f} s"
+                self.aborted = self.hung
+                self.processes[rank - 1].kill()  # which ends the others' wait
             else:
                 time.sleep(POLL_SECONDS)
         if self.aborted:
             self._abort()
             self.wake()
+
+    def _hanging(self, still: Sequence[Stillness]) -> int | None:
+        """A rank that hangs, if one does, by looking from time to time.
+
+        One that loads may do nothing for longer: files may come from far away.
+        """
+        for rank, one in enumerate(still, 1):
+            loads = rank == self.loading_rank
+            late = loads or self.progress.is_late(rank)
+            looks = one.look(late, self.progress.counts[rank])
+            if looks * POLL_SECONDS >= (LOAD_SECONDS if loads else HANG_SECONDS):
+                return rank
+        return None
 
     def _abort(self) -> None:
         """End what waits for other ranks on our GPU, without waiting for that."""
@@ -370,10 +407,15 @@ class Leader(TensorParallel):
 
         Then a rank may be about to end.
         """
+        if self.hung:
+            raise EngineError(self.hung) from error
+        ended = []
         for rank, process in enumerate(self.processes, 1):
             with suppress(subprocess.TimeoutExpired):
-                status = process.wait(0 if error is None else POLL_SECONDS)
-                raise EngineError(f"rank {rank} ended with status {status}") from error
+                ended += [(process.wait(0 if error is None else POLL_SECONDS), rank)]
+        if ended:  # one that was killed, if so, and not those that missed it
+            status, rank = min(ended)
+            raise EngineError(f"rank {rank} ended with status {status}") from error
 
     def close(self) -> None:
         self.closed = True
@@ -388,6 +430,9 @@ class Leader(TensorParallel):
                 process.wait()
         self._abort()
         self.memory.close()
+        if self.counts_file >= 0:
+            os.close(self.counts_file)
+            self.counts_file = -1
         self.folder.cleanup()
 
 
@@ -460,11 +505,15 @@ class Follower(TensorParallel):
         size: int,
         device: torch.device,
         memory: int,
+        progress: int,
     ) -> None:
         self.link, self.size, self.device = link, size, device
         self.memory = SharedMemory(memory)
+        counts = Progress(progress, size)
         link.send({})
         self.group = Group(folder, rank, size, REPLY_SECONDS, device)
+        self.advance = partial(counts.advance, rank)
+        self.group.before = self.advance
 
     def _next_message(self) -> dict[str, Any]:
         """The next message. Raises ConnectionError if there will be none."""
@@ -502,6 +551,7 @@ class Follower(TensorParallel):
                 replayed = runner.graph_of(graph)
                 runner.pool.copy(message["copies"])
                 runner.compute(flat, message["shape"], count, targets, replayed)
+                self._has_launched()
                 continue
             steps, *rest = self._receive(kinds, self.device)
             column_tensors, tables, (rows, bits) = rest[:9], rest[9:15], rest[15:]
@@ -513,6 +563,11 @@ class Follower(TensorParallel):
             counting = counts if message["counting"] else None
             mask = None if rows is None else Mask(rows, bits)
             runner.choose(count, columns, steps, counting, mask)
+            self._has_launched()
+
+    def _has_launched(self) -> None:
+        if self.group.nccl is not None:  # see `Leader._broadcast`
+            self.advance()
 
     def _receive(self, kinds: Sequence[Any], device: torch.device) -> list[Any]:
         """The tensors that a message announces, or None for each that is not there."""

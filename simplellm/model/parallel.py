@@ -11,6 +11,7 @@ T packed tokens, S rows of logits, V vocabulary, W of its tokens on this rank, R
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -58,6 +59,8 @@ class Group:
         store = dist.FileStore(f"{folder}/ranks", size)
         store.set_timeout(timedelta(seconds=timeout))
         self.store, self.name = store, f"simplellm {folder}"
+        # Called before each wait for the others on the host.
+        self.before: Callable[[], object] = lambda: None
         self.shared: list[SymmetricMemory] = []
         self.gloo: Any = gloo(store, rank, size, options)
         self.nccl: Any = None  # a Communicator, on a GPU
@@ -75,6 +78,7 @@ class Group:
             return x
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, how)
+        self.before()
         self.gloo.allreduce([x], options).wait()
         return x
 
@@ -102,6 +106,7 @@ class Group:
             self.nccl.all_gather(all_of_them, x.contiguous())
             return all_of_them
         each = [torch.empty_like(x) for _ in range(self.size)]
+        self.before()
         self.gloo.allgather([each], [x.contiguous()]).wait()
         return torch.stack(each)
 
@@ -112,6 +117,7 @@ class Group:
             return
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        self.before()
         self.gloo.broadcast([x], options).wait()
 
     def share(self, nbytes: int, stop: int) -> Tensor | None:

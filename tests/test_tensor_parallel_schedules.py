@@ -1,0 +1,130 @@
+"""Any schedule over several ranks gives the tokens of a request alone.
+
+As in test_equivalence.py, whose cases these are; the ranks are threads here.
+"""
+
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from recompute import Recompute
+from test_equivalence import run_cases
+from test_tensor_parallel import SIXTEEN
+
+from simplellm import EngineConfig, load_model
+from simplellm.api.follower import follow
+from simplellm.api.load import load_engine
+from simplellm.checkpoint.checkpoint import open_weights
+from simplellm.engine import ranks as ranks_module
+from simplellm.engine.engine import Engine
+from simplellm.engine.ranks import Leader, Link, start_ranks
+from simplellm.model.model import Model
+from simplellm.model.ops_numpy import NUMPY
+
+CPU = torch.device("cpu")
+
+
+class RankThread:
+    """What `Leader` has of a rank's process, here a thread of this one."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.pid, self.link = threading.get_native_id(), Link(link)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        with suppress(ConnectionError):
+            if (options := self.link.receive()) is not None:
+                follow(self.link, **options)
+
+    def poll(self) -> int | None:
+        return None if self.thread.is_alive() else 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.thread.join(timeout)
+        if self.thread.is_alive():
+            raise subprocess.TimeoutExpired("a rank", timeout or 0)
+        return 0
+
+    def kill(self) -> None:
+        raise AssertionError("a rank does not end")
+
+
+class Threads(Leader):
+    """Rank 0 of ranks that are threads."""
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.links.append(Link(ours))
+        rank: Any = RankThread(theirs)
+        self.processes.append(rank)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), SIXTEEN)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Recompute:
+    return Recompute(load_model(folder, device="cpu", ops=NUMPY))
+
+
+@pytest.fixture
+def over_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int, bool], Any]]:
+    """What makes engines of so many ranks, with whole experts or parts of all."""
+    monkeypatch.setattr(ranks_module, "Leader", Threads)
+    begun: list[Engine] = []
+
+    def close() -> None:
+        while begun:
+            begun.pop().runner.ranks.close()
+
+    def ranked(size: int, experts: bool) -> Any:
+        def make(model: Model, config: EngineConfig, *, overlap: bool) -> Engine:
+            close()  # that of the case before
+            own = {"tensor_parallel_size": size, "enable_expert_parallel": experts}
+            config = config.changed(own).resolved("cpu")
+            source = open_weights(folder, torch.float32, CPU, False, None)
+            ranks = start_ranks(config, source.config, folder, torch.float32, CPU)
+            with ranks.loading():
+                engine, *_ = load_engine(source, config, torch.float32, CPU, ranks)
+            limit = engine.max_model_len
+            begun.append(Engine(engine.scheduler, engine.runner, limit, overlap))
+            return begun[-1]
+
+        return make
+
+    yield ranked
+    close()
+
+
+@pytest.mark.parametrize(
+    ("size", "experts", "seeds"),
+    [
+        (2, False, range(3)),
+        (2, True, range(3, 6)),
+        pytest.param(4, False, range(12), marks=pytest.mark.exhaustive),
+        pytest.param(4, True, range(12, 24), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_any_schedule_gives_the_tokens_of_a_request_alone(
+    size: int,
+    experts: bool,
+    seeds: range,
+    folder: Path,
+    alone: Recompute,
+    over_ranks: Callable[[int, bool], Any],
+) -> None:
+    model = load_model(folder, device="cpu")
+    counts = run_cases(model, alone, seeds, make=over_ranks(size, experts))
+    assert counts["length"] > 0 and counts["hits"] > 0, counts
