@@ -110,7 +110,7 @@ export function bytes(count) {
 export function frame(el, name, model, controls, ...parts) {
   const alt = model.get("alt");
   const line = h("p", { class: "line", "aria-live": "polite" });
-  const words = h("details", {}, h("summary", {}, "In words"), h("p", {}, alt));
+  const words = h("details", {}, h("summary", {}, "The same in words"), h("p", {}, alt));
   const attributes = {
     class: `simplellm-widget ${name}`,
     role: "group",
