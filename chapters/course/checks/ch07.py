@@ -1,7 +1,6 @@
 """Chapter 7: the KV cache."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -66,48 +65,6 @@ def check_ConcatCache_attend(ConcatCache):
             )
 
     attend_in_chunks(cache, [5, 1, 1, 3, 1], compare)
-
-
-def check_kv_bytes(kv_bytes):
-    """Counted by hand for three models, with and without windows."""
-    embedded = Checkpoint(EMBEDDED).config  # 6 layers, 3 sliding, 2 kv heads of 64
-    cases = [
-        ("gpt-oss-20b", GPT_OSS_20B, 12, 12, 8),
-        ("gpt-oss-120b", GPT_OSS_120B, 18, 18, 8),
-        ("the embedded model", embedded, 3, 3, 2),
-    ]
-    for name, config, full, sliding, heads in cases:
-        for tokens in (100, 1, 128, 129, 5000):
-            for itemsize in (2, 4, 1):
-                each = heads * 64 * itemsize  # of one tensor, of one position
-                layers = (full + sliding) * tokens
-                found = kv_bytes(config, tokens, itemsize=itemsize, windowed=False)
-                told = f"{tokens} tokens of {name} in {itemsize} bytes a number"
-                other = kv_bytes(config, tokens, itemsize=8, windowed=False)
-                assert found != other, (
-                    f"{told}, and as many bytes if a number has 8: multiply by itemsize"
-                )
-                assert found != each * layers, (
-                    f"{told}: there are keys and values, so each position counts twice"
-                )
-                assert found == 2 * each * layers, (
-                    f"{told}, without windows: 2 x {heads} kv heads x 64 numbers for "
-                    f"each of {full + sliding} layers; yours is {found:,}"
-                )
-                found = kv_bytes(config, tokens, itemsize=itemsize)
-                layers = full * tokens + sliding * min(tokens, 128)
-                assert found == 2 * each * layers, (
-                    f"{told}: a sliding layer keeps its window at most, and a short "
-                    f"text less; yours is {found:,} and not {2 * each * layers:,}"
-                )
-    other = replace(embedded, head_dim=32, sliding_window=16)
-    found = kv_bytes(other, 100, itemsize=2)
-    assert found == 2 * 2 * 32 * 2 * (3 * 100 + 3 * 16), (
-        "a model with heads of 32 and windows of 16: take these from its config, not "
-        f"from gpt-oss; yours is {found:,}"
-    )
-    found = kv_bytes(GPT_OSS_20B, 10)
-    assert found == 2 * 8 * 64 * 2 * 24 * 10, "without an itemsize a number has 2 bytes"
 
 
 def check_plan_gathers(plan_gathers):

@@ -5,6 +5,7 @@ import torch
 
 from simplellm.model.attention import attention
 from simplellm.model.kv_gather import GatherPlan, bucket_by_length
+from simplellm.model.memory import kv_bytes
 from wrong import wrong
 
 
@@ -48,30 +49,6 @@ class OneForAllLayers(Layers):
             k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
         self.layers[0] = k, v
         return attention(q, k, v, sinks, window=window)
-
-
-def sized(config, tokens, itemsize, windowed, parts=2, heads=None, full=min):
-    """The bytes, with a mistake perhaps."""
-    windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
-    kept = sum(full(tokens, w) if w and windowed else tokens for w in windows)
-    heads = heads or config.num_key_value_heads
-    return parts * heads * config.head_dim * itemsize * kept
-
-
-@wrong("kv_bytes", "keys and values")
-def keys_only(config, tokens, *, itemsize=2, windowed=True):
-    return sized(config, tokens, itemsize, windowed, parts=1)
-
-
-@wrong("kv_bytes", "kv heads")
-def query_heads(config, tokens, *, itemsize=2, windowed=True):
-    heads = config.num_attention_heads
-    return sized(config, tokens, itemsize, windowed, heads=heads)
-
-
-@wrong("kv_bytes", "a short text less")
-def always_the_window(config, tokens, *, itemsize=2, windowed=True):
-    return sized(config, tokens, itemsize, windowed, full=lambda n, window: window)
 
 
 def read_all(
@@ -134,7 +111,7 @@ def hides_nothing(tables, offsets, lengths, *, window, page_size):
 
 
 def size_of(config, tokens, sequences, windowed=True):
-    return sequences * sized(config, tokens, 2, windowed)
+    return sequences * kv_bytes(config, tokens, windowed=windowed)
 
 
 @wrong("7.1", "do not take more")
@@ -180,13 +157,6 @@ def as_if_always_full(count, window, size):
     return min(count - 1, size - window + 1)
 
 
-@wrong("kv_bytes", "from its config")
-def of_one_model(config, tokens, *, itemsize=2, windowed=True):
-    layers, heads = config.num_hidden_layers, config.num_key_value_heads
-    kept = layers // 2 * (tokens + (min(tokens, 128) if windowed else tokens))
-    return 2 * heads * 64 * itemsize * kept
-
-
 @wrong("plan_gathers", "are read together")
 def one_at_a_time(tables, offsets, lengths, *, window, page_size):
     found = []
@@ -212,8 +182,3 @@ def alike_by_length(tables, offsets, lengths, *, window, page_size):
         return bucket_by_length(lengths.numpy())
 
     return read_all(tables, offsets, lengths, window, page_size, batches=by_length)
-
-
-@wrong("kv_bytes", "multiply by itemsize")
-def always_two_bytes(config, tokens, *, itemsize=2, windowed=True):
-    return sized(config, tokens, 2, windowed)
