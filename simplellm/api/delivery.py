@@ -124,7 +124,7 @@ class Delivery:
                 self.engine.abort(reader.request.request_id, reason)
 
     def close(self, cancel: bool, timeout: float | None = None) -> None:
-        """Shut the engine down, and bring what it has told to its readers."""
+        """Shut the engine down, and bring its last events to their readers."""
         self.engine.shutdown(cancel, timeout)
         # A finalizer may run in either thread, and each of them waits for the other.
         threads = self.thread, self.engine.thread
@@ -139,7 +139,7 @@ class Delivery:
             self._die(error)
 
     def _bring(self) -> None:
-        """Bring events to their readers until the engine has told its last one."""
+        """Bring events to their readers, up to the engine's last one."""
         while (event := self.engine.events.get()) is not None:
             reader = self.readers.get(event.request_id)
             if reader is not None and reader.push(event):
@@ -149,7 +149,7 @@ class Delivery:
             del reader, event  # which may know an LLM that nobody else does
 
     def _die(self, cause: BaseException) -> None:
-        """Nobody would ever be told anything: all readers get an error."""
+        """All readers get an error: no more events will come."""
         self.engine.dead = cause.with_traceback(None)  # so nobody submits more
         self.engine.shutdown(cancel=True, timeout=0)
         error = failure("what becomes of requests is not read any more", cause)

@@ -1,4 +1,4 @@
-"""One request: what it asks for, how far it is, and what is told of it. Plain data."""
+"""One request: what it asks for, how far it is, and its events. Plain data."""
 
 import math
 import time

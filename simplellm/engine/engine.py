@@ -69,7 +69,7 @@ class Engine(EngineBase):
         self.collect(self.depth if scheduled else 0)
 
     def collect(self, depth: int) -> None:
-        """Book the results of all steps but the last ``depth``; tell what came."""
+        """Book the results of all steps but the last ``depth``, and emit them."""
         while len(self.flights) > depth:
             scheduled, flight = self.flights[0]
             begin = time.monotonic()
@@ -276,7 +276,7 @@ class Engine(EngineBase):
                     self.end(aborted, reason)
 
     def _die(self, cause: BaseException) -> None:
-        """Whoever is there gets an error: the engine runs no more steps."""
+        """All requests get an error: the engine runs no more steps."""
         with self.lock:
             self.dead = cause.with_traceback(None)  # which would hold memory
             orphans = list(self.scheduler.requests.values())

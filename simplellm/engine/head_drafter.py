@@ -108,7 +108,7 @@ class HeadProposer:
         # What the next draft is made of.
         self.q = empty(rows, config.num_attention_heads, dim)
         self.residual = empty(rows, config.hidden_size)
-        self.fed = empty(rows, config.hidden_size)
+        self.hidden = empty(rows, config.hidden_size)
         self.current = numbers(rows, dtype=torch.int64)
         self.positions = numbers(rows)
         self.tables = numbers(rows, width)
@@ -122,8 +122,8 @@ class HeadProposer:
         size = [rows, 1 + most]
         self.host = [pinned(size, torch.int32, device) for _ in range(2)]
         self.index = 0
-        self.reads: dict[CaptureShape, Callable[[], None]] = {}
-        self.drafts: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
+        self.read_graphs: dict[CaptureShape, Callable[[], None]] = {}
+        self.draft_graphs: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy pages, (from, to) in this order."""
@@ -177,9 +177,9 @@ class HeadProposer:
         )
         out = self.ops.attend(self.q[:count], self.keys, self.values, group, None)
         x = self.residual[:count].clone()
-        normed, fed = self.head.outputs(self.ops, x, out)
+        normed, hidden = self.head.outputs(self.ops, x, out)
         tokens = self.head.draft(normed)
-        self.fed[:count], self.current[:count] = fed, tokens
+        self.hidden[:count], self.current[:count] = hidden, tokens
         column = self.column.expand(count, 1)
         self.results[:count].scatter_(1, column, tokens.int()[:, None])
         self.column += 1
@@ -198,7 +198,7 @@ class HeadProposer:
         # Beyond the pages that there are, a draft's keys are not written.
         there = positions < self.columns[3, :count]
         slots = torch.where(there, pages * size + positions % size, -1).int()
-        x = self.fed[:count].clone()
+        x = self.hidden[:count].clone()
         residual, qkv = self.head.inputs(self.ops, x, self.current[:count])
         cache = self.keys, self.values
         q = self.ops.rope_and_cache(qkv, attn, positions, *cache, slots)
@@ -227,13 +227,13 @@ class HeadProposer:
         try:
             for size in sorted(sizes, reverse=True):
                 runs = partial(self._first, size), partial(self._next, size)
-                self.drafts[size] = recorded(runs[0]), recorded(runs[1])
+                self.draft_graphs[size] = recorded(runs[0]), recorded(runs[1])
             for shape, batch in sorted(views.items(), reverse=True):
                 batch.pad()
                 count = len(batch.tokens)
                 following = sampled[:count]
                 run = partial(self._read, batch, following, sampled, count)
-                self.reads[shape] = recorded(run)
+                self.read_graphs[shape] = recorded(run)
         except (CaptureError, torch.OutOfMemoryError):
             return  # other steps start their kernels one by one
 
@@ -260,19 +260,19 @@ class HeadProposer:
         self.index ^= 1
         self.width = batch.groups[0].tables.shape[1]
         manager = runner.manager
-        asked = self._arrange(scheduled, batch, manager) if self.count else []
-        count = len(asked)
-        if shape is not None and shape in self.reads:
-            self.reads[shape]()
+        drafting = self._arrange(scheduled, batch, manager) if self.count else []
+        count = len(drafting)
+        if shape is not None and shape in self.read_graphs:
+            self.read_graphs[shape]()
         else:
             following = self._following(scheduled, batch, sampled, len(samples))
             self._read(batch, following, sampled, count)
         if not count:
             return None
-        size = next((size for size in sorted(self.drafts) if size >= count), None)
+        size = next((size for size in sorted(self.draft_graphs) if size >= count), None)
         runs: tuple[Callable[[], None], Callable[[], None]]
         runs = partial(self._first, count), partial(self._next, count)
-        first, one_more = runs if size is None else self.drafts[size]
+        first, one_more = runs if size is None else self.draft_graphs[size]
         first()
         for _ in range(self.count - 1):
             one_more()
@@ -280,8 +280,8 @@ class HeadProposer:
         host.copy_(self.results[:count], non_blocking=True)
 
         def arrived(tokens: Sequence[int]) -> None:
-            for asker, row in zip(asked, host.tolist(), strict=True):
-                request, sample, length, room = asker
+            for entry, row in zip(drafting, host.tolist(), strict=True):
+                request, sample, length, room = entry
                 right, *drafts = row[: 1 + made]
                 length += right + 1
                 # A draft has read those before it, if there was room for them.
@@ -298,7 +298,7 @@ class HeadProposer:
         Returns their requests, which sample is the first of each, how many tokens it
         has computed without its drafts, and for how many there is room.
         """
-        group, asked = batch.groups[0], list[tuple[Request, int, int, int]]()
+        group, drafting = batch.groups[0], list[tuple[Request, int, int, int]]()
         rows: list[tuple[int, int, int, int]] = []
         decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), 0)
         row = sample = 0
@@ -310,7 +310,7 @@ class HeadProposer:
                 pages = manager.tables[request.request_id].groups[0]
                 room = min(len(pages), self.width) * self.page_size
                 rows.append((sample, drafts, row, room))
-                asked.append((request, sample, start + length - drafts, room))
+                drafting.append((request, sample, start + length - drafts, room))
                 sample += 1 + drafts
             row += 1 if group.queries == 1 else -(-length // group.queries)
         if rows:
@@ -319,7 +319,7 @@ class HeadProposer:
             columns[:] = 0
             columns[:, : len(rows)] = np.array(rows, dtype=np.int32).T
             self.columns.copy_(staging, non_blocking=True)
-        return asked
+        return drafting
 
     @staticmethod
     def _following(
@@ -344,8 +344,8 @@ class HeadProposer:
         """What a draft takes, for one request with nothing in the cache."""
         self.columns.zero_()
         self.columns[3, 0] = self.page_size
-        size = min(self.drafts, default=0)
-        run = self.drafts[size][1] if size else partial(self._next, 1)
+        size = min(self.draft_graphs, default=0)
+        run = self.draft_graphs[size][1] if size else partial(self._next, 1)
         times = []
         for _ in range(1 + REPEATS):
             self.column.fill_(1)

@@ -72,11 +72,11 @@ class Ranks:
         return ops
 
     def min_once_loaded(self, number: int) -> int:
-        """The least that any rank says, once all of them have loaded."""
+        """The least ``number`` of any rank, once all of them have loaded."""
         return number
 
     def min_of_all(self, number: int) -> int:
-        """The least that any rank says."""
+        """The least ``number`` of any rank."""
         return number
 
     def staging(self, size: int, device: torch.device) -> list[Tensor]:
@@ -138,7 +138,7 @@ class TensorParallel(Ranks):
 
     group: Group
     tokens: range  # of the vocabulary, this rank's
-    owned: tuple[Any, Any] = None, None  # columns, and this rank's of them
+    owned: tuple[Any, Any] = None, None  # columns, and this rank's part of them
 
     def shard(self, source: Source, config: EngineConfig) -> Source:
         here = Shard(self.group.rank, self.size, config.enable_expert_parallel)
@@ -378,7 +378,7 @@ class Leader(TensorParallel):
         return None
 
     def _abort(self) -> None:
-        """End what waits for other ranks on our GPU, without waiting for that."""
+        """Have kernels of this GPU wait for other ranks no longer; returns at once."""
         if (group := getattr(self, "group", None)) is not None:
             threading.Thread(target=group.abort, daemon=True).start()
 
@@ -405,7 +405,7 @@ class Leader(TensorParallel):
     def _check_processes(self, error: BaseException | None) -> None:
         """Raise EngineError if a rank has ended, which may be the cause of ``error``.
 
-        Then a rank may be about to end.
+        With an error it waits a moment: a rank may be about to end.
         """
         if self.hung:
             raise EngineError(self.hung) from error
@@ -495,7 +495,7 @@ class SharedMemory:
 
 
 class Follower(TensorParallel):
-    """Another rank than 0: it does what it is told by ``link``."""
+    """A rank other than 0, which carries out the messages of ``link``."""
 
     def __init__(
         self,

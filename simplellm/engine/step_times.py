@@ -19,7 +19,7 @@ STRIDE = 7919  # between tokens; a prime, so that they differ in any vocabulary
 def time_steps(runner: Runner) -> dict[int, float]:
     """Seconds that steps of 1, 2, 4, ... sequences take, each of one token.
 
-    They write to the cache's first place, so that nothing may be there yet. A step of
+    They write to the cache's first position, which must be empty. A step of
     a size that has a graph is a replay.
     """
     seconds, size, device = {}, 1, runner.device

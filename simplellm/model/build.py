@@ -53,7 +53,7 @@ def plain_norm(weight: Tensor, name: str, config: ModelConfig) -> Tensor:
 def embed_transform(
     config: ModelConfig, dtype: torch.dtype, table: Tensor | None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """What makes of embedded tokens what the first layer gets.
+    """What turns embedded tokens into the input of the first layer.
 
     ``table`` [positions, hidden] are learned positions, which are added. A scale is
     rounded to ``dtype`` first, as transformers does.

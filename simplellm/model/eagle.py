@@ -53,7 +53,7 @@ class Head:
         return linear(states, self.fc)
 
     def inputs(self, ops: Ops, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention adds to, [T, H], and the heads that it is given, without bias.
+        """The residual [T, H] of attention, and its qkv, without bias.
 
         x [T, H] are states of a text, and ``tokens`` [T] those that follow each.
         """

@@ -77,8 +77,10 @@ def make_pool(
 
 
 def kv_scales(files: Sequence[Path], layers: int) -> list[tuple[float, float]]:
-    """What a checkpoint's files say that keys and values are to be divided by: a pair
-    for each layer, 1 where they say nothing. Raises ValueError for what is no scale.
+    """What keys and values are divided by, as a checkpoint's files say.
+
+    A pair for each layer, 1 where they say nothing. Raises ValueError for what is no
+    scale.
     """
     scales: list[list[float]] = [[1.0, 1.0] for _ in range(layers)]
     for file in files:
