@@ -102,7 +102,7 @@ EFFORTS |= dict.fromkeys(("", "auto", "default"), "medium")
 
 
 NUMBERS = (int, float, int | None, float | None)  # annotations of fields
-NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")  # that may stand in quotes
+QUOTED_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")  # that may stand in quotes
 
 
 def text_instead(what: str) -> str:
@@ -230,7 +230,7 @@ def whole(value: Any) -> Any:
 
 def number_in(value: Any) -> Any:
     """A number, also one in quotes, as forms and automations send it."""
-    written = isinstance(value, str) and NUMBER.fullmatch(value)
+    written = isinstance(value, str) and QUOTED_NUMBER.fullmatch(value)
     return whole(float(value) if written else value)
 
 
@@ -319,7 +319,7 @@ RENAMED = {
 
 
 # What a client may call its requests: nothing is done with it.
-LABELS: dict[str, type] = {
+LABEL_TYPES: dict[str, type] = {
     "user": str,
     "metadata": dict,
     "safety_identifier": str,
@@ -387,7 +387,7 @@ class SampledBody(Body):
         for old, new in RENAMED.items():
             if old in data:
                 data.setdefault(new, data.pop(old))
-        for name, kind in LABELS.items():
+        for name, kind in LABEL_TYPES.items():
             if not isinstance(data.get(name, kind()), kind):
                 del data[name]
                 context.ignore(name)
