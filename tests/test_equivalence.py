@@ -28,7 +28,7 @@ from simplellm.engine import graphs
 from simplellm.engine.graphs import QUERIES, CaptureShape
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.speculation import DraftState, Speculator
-from simplellm.model.memory import sliding_groups
+from simplellm.model.memory import page_bytes, sliding_groups
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
 from simplellm.model.ops_numpy import NUMPY
@@ -203,7 +203,11 @@ def run_case(
     captured: bool = False,
     drafts: bool = False,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+<<<<<<< HEAD
     make: Callable[..., Any] = make_engine,
+=======
+    offloading: bool = False,
+>>>>>>> 3dc810d3 (Evicted pages go to the host's memory, with cpu_cache_bytes, and come back)
 ) -> Counter[str]:
     """One random schedule against the reference; what happened in it."""
     chance = random.Random(seed)
@@ -212,7 +216,15 @@ def run_case(
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     if drafts:
         config = replace(config, speculative="suffix", num_speculative_tokens=5)
+<<<<<<< HEAD
     engine = make(model, config, overlap=chance.random() < 0.5)
+=======
+    if offloading:
+        form = model.config, config.page_size, model.dtype.itemsize, kv_cache_dtype
+        room = chance.choice([1, 3, 10, 40]) * page_bytes(*form)
+        config = replace(config, enable_prefix_caching=True, cpu_cache_bytes=room)
+    engine = make_engine(model, config, overlap=chance.random() < 0.5)
+>>>>>>> 3dc810d3 (Evicted pages go to the host's memory, with cpu_cache_bytes, and come back)
     if drafts:
         engine.scheduler.speculator = prophet
     if captured:
@@ -261,6 +273,7 @@ def run_case(
     assert manager.usage == 0
     counts["preemptions"] += engine.scheduler.preemptions
     counts["hits"] += engine.meter.cached_tokens
+    counts["loaded"] += manager.loaded_tokens
     counts["evictions"] += len(seen) - len(manager.page_of)
     if drafts:
         checked = prophet.counts()
@@ -294,6 +307,16 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(
 
 
 @pytest.mark.bits
+def test_pages_on_the_host_change_no_token(tiny: Model, alone: Recompute) -> None:
+    """They go and come back among preemptions, aborts and steps that overlap."""
+    cases = range(CASES, CASES + 8)
+    counts = run_cases(tiny, alone, cases, offloading=True)
+    counts += run_cases(tiny, alone, cases, drafts=True, offloading=True)
+    assert min(counts["overlap"], counts["abort"], counts["preemptions"]) >= 2, counts
+    assert counts["loaded"] >= 50, counts
+
+
+@pytest.mark.bits
 def test_drafts_change_no_token(tiny: Model, alone: Recompute) -> None:
     """Right ones and wrong ones: of requests that draw, too, and that are penalized."""
     counts = run_cases(tiny, alone, range(CASES), drafts=True)
@@ -322,6 +345,7 @@ def test_many_schedules_give_the_tokens_of_a_request_alone(
 ) -> None:
     run_cases(tiny, alone, range(CASES, 120))
     run_cases(tiny, alone, range(120, 200), drafts=True)
+    run_cases(tiny, alone, range(200, 240), offloading=True)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ import compare
 import fp8_cache
 import gpu_accuracy as accuracy
 import host
+import host_pages
 import parallel
 import real
 import sanitize
@@ -289,3 +290,9 @@ def test_long_contexts_are_decoded_together(kind, monkeypatch):
     assert row["kv_cache_dtype"] == kind
     assert row["step_ms"] > 0
     assert 20 < row["steps"] < 30
+
+
+def test_a_prefix_comes_back_from_the_host():
+    row = host_pages.measure(SMALL, tokens=300, rounds=2)
+    assert row["tokens"] == 300 and 128 <= row["loaded_tokens"] <= 256
+    assert row["share"] == row["back_ms"] / row["computed_ms"] > 0

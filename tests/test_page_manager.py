@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from simplellm.engine.offloading import OffloadingPageManager
 from simplellm.engine.page_manager import PageManager, hash_page
 from simplellm.engine.page_pool import NULL
 from simplellm.model.kv_pool import KVPool
@@ -58,9 +60,13 @@ class Books(RuleBasedStateMachine):
         window=st.sampled_from([None, 1, 2, 3, 4, 6, 9]),
         enable_caching=st.booleans(),
         max_chunk=st.none() | st.integers(1, 9),
+        host_pages=st.sampled_from([0, 0, 1, 4, 9, 60]),
     )
-    def start(self, num_pages, page_size, window, enable_caching, max_chunk):
-        self.manager = PageManager(
+    def start(
+        self, num_pages, page_size, window, enable_caching, max_chunk, host_pages
+    ):
+        kind = partial(OffloadingPageManager, host_pages=host_pages)
+        self.manager = (kind if host_pages else PageManager)(
             num_pages,
             page_size,
             window=window,
@@ -161,11 +167,16 @@ class Books(RuleBasedStateMachine):
         return grown
 
     def copy(self) -> None:
-        for source, target in self.manager.take_copies():
+        self.memory = self.copied(self.manager.take_copies())
+
+    def copied(self, pages) -> dict[tuple[int, int], tuple[int, tuple[int, ...]]]:
+        """The memory once these copies are made, in their order."""
+        memory = dict(self.memory)
+        for source, target in pages:
             assert source != target
             for place in range(self.manager.page_size):
-                old = self.memory.get((source, place), (0, ()))
-                self.memory[target, place] = old
+                memory[target, place] = memory.get((source, place), (0, ()))
+        return memory
 
     @precondition(lambda self: self.sequences)
     @rule(pick=PICK, last=st.integers(0, 1))
@@ -225,8 +236,7 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def every_visible_position_holds_what_was_computed(self):
         manager = self.manager
-        # Copies are made before anything is read: follow the last one back.
-        origin = {target: source for source, target in manager._copies}
+        memory = self.copied(manager._copies)  # before anything is read
         for name, known in self.sequences.items():
             table = manager.tables[name]
             assert table.num_computed_tokens == known.num_computed_tokens
@@ -235,26 +245,28 @@ class Books(RuleBasedStateMachine):
                 for position in range(max(0, oldest), known.num_computed_tokens):
                     index, place = divmod(position, manager.page_size)
                     page = table.groups[group][index]
-                    while page in origin:
-                        page = origin[page]
                     expected = (group, tuple(known.tokens[: position + 1]))
-                    assert self.memory[page, place] == expected
+                    assert memory[page, place] == expected
 
     @invariant()
     def what_can_be_found_is_what_its_name_says(self):
         """No page is written to after it got a name, whoever holds it or does not."""
         size, chains = self.manager.page_size, {}
+        memory = self.copied(self.manager._copies)
+        places = [*self.manager.page_of.items()]
+        if isinstance(self.manager, OffloadingPageManager):
+            places += self.manager.on_host.items()  # it may be in both
         for known in self.sequences.values():
             digest = b""
             for end in range(size, len(known.tokens) + 1, size):
                 digest = hash_page(digest, known.tokens[end - size : end])
                 chains[digest] = tuple(known.tokens[:end])
-        for (group, digest), page in self.manager.page_of.items():
+        for (group, digest), page in places:
             if digest in chains:
                 for place in range(size):
                     count = len(chains[digest]) - size + place + 1
                     expected = (group, chains[digest][:count])
-                    assert self.memory[page, place] == expected
+                    assert memory[page, place] == expected
 
 
 TestBooks = Books.TestCase
@@ -276,6 +288,7 @@ def test_the_books_of_long_lives(seed: int) -> None:
         window=rng.choice([None, None, 4, 9]),
         enable_caching=True,
         max_chunk=None,
+        host_pages=rng.choice([0, 5, 40]),
     )
     for _ in range(120):
         pick, bit = rng.randrange(99), rng.randrange(2)

@@ -1,5 +1,6 @@
 """Whether the books of a `PageManager` agree with each other. For tests and lessons."""
 
+from simplellm.engine.offloading import OffloadingPageManager
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.page_pool import NULL
 
@@ -34,5 +35,12 @@ def check_integrity(manager: PageManager) -> None:
     assert all(page in manager.hash_of for page in manager.cached)
     assert not any(page in manager.hash_of for page in manager.free)
     assert manager.kept_longer <= set(manager.hash_of)
-    inverse = {name: page for page, name in manager.hash_of.items()}
-    assert manager.page_of == inverse, "page_of and hash_of disagree"
+    found = {name: page for page, name in manager.hash_of.items()}
+    if isinstance(manager, OffloadingPageManager):
+        there = manager.on_host
+        last = manager.num_pages + manager.num_host_pages
+        hosts = sorted([*manager.host_free, *there.values()])
+        assert hosts == [*range(manager.num_pages, last)], "a host's page is lost"
+        assert manager.passed <= set(manager.hash_of)
+        found = {**there, **found}
+    assert manager.page_of == found, "page_of and hash_of disagree"

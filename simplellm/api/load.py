@@ -34,6 +34,7 @@ from simplellm.engine.build_speculation import (
 )
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes, verify_shapes
+from simplellm.engine.offloading import OffloadingPageManager
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks, start_ranks
 from simplellm.engine.runner import Runner
@@ -41,11 +42,14 @@ from simplellm.engine.scheduler import Scheduler
 from simplellm.engine.warmup import DRAWS, dummy_sampler_run
 from simplellm.model.build import build, plain_norm
 from simplellm.model.fp8_cache import kv_scales, make_pool
+from simplellm.model.host_pages import host_pages
 from simplellm.model.machine import find_device, find_dtype, name_of, on
 from simplellm.model.memory import (
     Need,
+    check_room,
     count_parameters,
     enough,
+    num_host_pages,
     num_pages,
     sliding_groups,
 )
@@ -106,6 +110,8 @@ def load_engine(
     )
     mapped = device.type == "cpu" and source.mapped
     need = Need.of(source.config, config, dtype.itemsize, mapped=mapped)
+    if share := config.cpu_cache_bytes // ranks.size:
+        check_room(torch.device("cpu"), share, "pages on the host (cpu_cache_bytes)")
     with on(device), enough(need, device):
         if operations == "fused":
             own = ranks.local_vocabulary(source.config)
@@ -207,7 +213,10 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     pages = num_pages(model.config, config, itemsize, model.device, beside)
     pages = ranks.min_once_loaded(pages)
     chunk = config.prefill_chunk if config.enable_chunked_prefill else None
-    manager = PageManager(
+    on_host = num_host_pages(model.config, config, itemsize, beside)
+    on_host = on_host and ranks.min_of_all(on_host)
+    offloading = partial(OffloadingPageManager, host_pages=on_host)
+    manager = (offloading if on_host else PageManager)(
         pages,
         page_size,
         window=model.config.windows[-1],
@@ -231,6 +240,7 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     expected += "page_size or max_model_len"
     expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), expected)
     pool = make_pool(model.config, config, pages, model.dtype, model.device)
+    pool.host_pages = host_pages(pool.page(0), on_host)
     runner = Runner(model, pool, manager, config, min(limits), ranks)
     rules: dict[str, Any] = {
         "max_num_seqs": config.max_num_seqs,

@@ -92,6 +92,13 @@ CacheBytes = Annotated[
     int | None,
     typer.Option(help="Bytes for keys and values.  [what the memory allows]"),
 ]
+CPUCacheBytes = Annotated[
+    int,
+    typer.Option(
+        help="Bytes of the host's memory for what the cache evicts: prefixes come back "
+        "from there."
+    ),
+]
 KVCacheDType = Annotated[
     Literal["auto", "fp8"],
     typer.Option(

@@ -11,6 +11,7 @@ from simplellm.apps.install import ensure_installed
 from simplellm.apps.options import (
     KNOWN_MODELS,
     CacheBytes,
+    CPUCacheBytes,
     Drafts,
     DType,
     KVCacheDType,
@@ -137,6 +138,7 @@ def serve_model(
     device: Where = None,
     dtype: DType = None,
     cache_bytes: CacheBytes = None,
+    cpu_cache_bytes: CPUCacheBytes = 0,
     kv_cache_dtype: KVCacheDType = "auto",
     max_model_len: Length = None,
     speculative: Speculative = None,
@@ -157,7 +159,7 @@ def serve_model(
     sizes: Any = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     sizes |= {"num_speculative_tokens": num_speculative_tokens}
     sizes |= {"tensor_parallel_size": tensor_parallel_size, "cache_bytes": cache_bytes}
-    sizes |= {"kv_cache_dtype": kv_cache_dtype}
+    sizes |= {"kv_cache_dtype": kv_cache_dtype, "cpu_cache_bytes": cpu_cache_bytes}
     sizes |= {"enable_expert_parallel": enable_expert_parallel}
     config = EngineConfig(**sizes, speculative=speculative)
     check_seconds(timeout, grace, watchdog_timeout)

@@ -453,6 +453,9 @@ class EngineConfig:
     num_pages: int | None = declared(None, high=2**48)
     # For keys and values (kv_cache_memory_bytes).
     cache_bytes: int | None = declared(None, high=2**48)
+    # Of the host's memory, of all ranks together, for what the cache evicts: a prefix
+    # comes back from there (kv_offloading_size).
+    cpu_cache_bytes: int = declared(0, low=0, high=2**48)
     max_model_len: int | None = declared(None)  # tokens of prompt and output
     # The share of a GPU's memory that may be in use, the cache included; None: 85 % of
     # what is free once the model is loaded becomes the cache.
@@ -491,6 +494,8 @@ class EngineConfig:
         check(self)
         alone = None in (self.num_pages, self.cache_bytes)
         expect(alone, "cache_bytes", self.cache_bytes, "None beside num_pages")
+        host, ok = self.cpu_cache_bytes, self.enable_prefix_caching
+        expect(ok or not host, "cpu_cache_bytes", host, "0 without prefix caching")
         number, alone = self.num_speculative_tokens, self.speculative is None
         name, wanted = "num_speculative_tokens", "None without speculative"
         expect(not alone or number is None, name, number, wanted)

@@ -3,6 +3,7 @@
 `engine.py` is that thread. `request_queues.py` knows who waits and who runs,
 `scheduler.py` says who computes how many tokens in the next step, `page_pool.py` knows
 the pages of the KV cache, `page_manager.py` says which of them belongs to whom,
+`offloading.py` brings evicted ones to the host's memory and back,
 `runner.py` runs the step on the device, `input_batch.py` writes it into arrays,
 `block_tables.py` keeps the rows of its block tables, `launch_timer.py` says when, and
 `graphs.py` records it as a CUDA graph. `speculation.py` lets a step check guesses of

@@ -20,6 +20,7 @@ from simplellm.engine.speculation import (
 )
 from simplellm.engine.step_times import time_steps
 from simplellm.model.eagle import build_head
+from simplellm.model.host_pages import host_pages
 from simplellm.model.ops import PLAIN
 
 HEAD = "head"  # what `speculative` is for the head in the model's own folder
@@ -124,5 +125,7 @@ def head_proposer(runner: Runner, config: EngineConfig, most: int) -> HeadPropos
         ops = replace(model.ops, attend=attend)
     else:
         ops = replace(model.ops, rope_and_cache=PLAIN.rope_and_cache)
-    shape = len(pool.keys[0]), pool.page_size
-    return HeadProposer(head, ops, aux, shape, rows, runner.table_width, most)
+    shape, width = (len(pool.keys[0]), pool.page_size), runner.table_width
+    proposer = HeadProposer(head, ops, aux, shape, rows, width, most)
+    proposer.host_pages = host_pages(proposer.page(0), len(pool.host_pages))
+    return proposer

@@ -93,7 +93,9 @@ class HeadProposer:
         self.page_size, config = shape[1], head.config
         device, empty = aux.states.device, head.fc.new_zeros
         heads, dim = config.num_key_value_heads, config.head_dim
-        self.keys, self.values = empty(2, *shape, heads, dim)
+        self.memory = empty(2, *shape, heads, dim)
+        self.keys, self.values = self.memory
+        self.host_pages: Sequence[Tensor] = ()  # in the host's memory
         self.count = most  # drafts to make after the step that comes now
         self.deliver: Callable[[Request, int, int, list[int]], object]
         self.deliver = lambda request, length, last, drafts: None
@@ -125,11 +127,15 @@ class HeadProposer:
         self.read_graphs: dict[CaptureShape, Callable[[], None]] = {}
         self.draft_graphs: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
 
+    def page(self, number: int) -> Tensor:
+        """The keys and values of a page, wherever it lies."""
+        beyond = number - self.memory.shape[1]
+        return self.memory[:, number] if beyond < 0 else self.host_pages[beyond]
+
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy pages, (from, to) in this order."""
         for source, target in pages:
-            for memory in (self.keys, self.values):
-                memory[target] = memory[source]
+            self.page(target).copy_(self.page(source), non_blocking=True)
 
     # On the device
 

@@ -69,6 +69,7 @@ class PagePool:
         self.hash_of: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
         self.page_of: dict[tuple[int, bytes], int] = {}  # and back
         self._copies: list[tuple[int, int]] = []
+        self.loaded_tokens = 0  # of prefixes, whose pages came back from the host
         self.max_tokens = self._longest()
 
     def _longest(self) -> int:

@@ -40,6 +40,7 @@ class Stats:
     # Checked ones and right ones, by position after the last sure token: "1", ...
     draft_tokens: dict[str, int] = field(default_factory=dict)
     accepted_tokens: dict[str, int] = field(default_factory=dict)
+    loaded_tokens: int = 0  # of prefixes, whose pages came back from the host
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
@@ -102,5 +103,6 @@ class Meter:
             ttft_p99=quantile(self.ttft, 0.99),
             itl=quantile(self.itl, 0.5),
             itl_p99=quantile(self.itl, 0.99),
+            loaded_tokens=scheduler.manager.loaded_tokens,
             **checked,
         )

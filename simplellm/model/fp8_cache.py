@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.model.kv_pool import KVPool
@@ -56,9 +57,9 @@ class MixedPool(KVPool):
             self.keys.append(both[:, 0])
             self.values.append(both[:, 1])
 
-    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        for source, target in pages:
-            self.memory[target] = self.memory[source]
+    def page(self, number: int) -> Tensor:
+        beyond = number - len(self.memory)
+        return self.memory[number] if beyond < 0 else self.host_pages[beyond]
 
 
 def make_pool(

@@ -6,6 +6,7 @@ Who holds which page is for `PageManager` to say. K kv heads, D head_dim.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from simplellm.base.config import ModelConfig
 
@@ -39,7 +40,14 @@ class KVPool:
         self.keys = [self.memory[0, index] for index in indices]
         self.values = [self.memory[1, index] for index in indices]
 
+    host_pages: Sequence[Tensor] = ()  # numbered after those of the device
+
+    def page(self, number: int) -> Tensor:
+        """The keys and values of a page, wherever it lies."""
+        beyond = number - self.memory.shape[2]
+        return self.memory[:, :, number] if beyond < 0 else self.host_pages[beyond]
+
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy pages, (from, to) in this order."""
         for source, target in pages:
-            self.memory[:, :, target] = self.memory[:, :, source]
+            self.page(target).copy_(self.page(source), non_blocking=True)

@@ -219,6 +219,20 @@ def num_pages(
     return room // each
 
 
+def num_host_pages(
+    model: ModelConfig, config: EngineConfig, itemsize: int, beside: int = 0
+) -> int:
+    """Pages that a rank has on the host; arguments and errors are `num_pages`'s."""
+    if config.cpu_cache_bytes == 0:
+        return 0
+    each = page_bytes(model, config.page_size, itemsize, config.kv_cache_dtype)
+    ranks = config.tensor_parallel_size
+    count = config.cpu_cache_bytes // (ranks * (each + beside))
+    expected = f"0, or at least {ranks * (each + beside)}: a page of each rank"
+    expect(count > 0, "cpu_cache_bytes", config.cpu_cache_bytes, expected)
+    return count
+
+
 @dataclass(frozen=True)
 class Need:
     """What a model and what it works with take of a device's memory."""

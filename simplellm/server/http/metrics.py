@@ -140,6 +140,10 @@ class ServerMetrics:
             "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
             "prefix_cache_queries": ("Tokens looked up.", stats.prompt_tokens),
             "prefix_cache_hits": ("Tokens found in the cache.", stats.cached_tokens),
+            "external_prefix_cache_hits": (
+                "Tokens that came back from the host's memory.",
+                stats.loaded_tokens,
+            ),
             "spec_decode_num_drafts": ("Times that drafts were checked.", stats.drafts),
             "spec_decode_num_draft_tokens": (
                 "Checked drafts.",
