@@ -36,8 +36,9 @@ def test_a_workload_follows_from_its_seed(name):
 @named
 def test_lengths_are_within_their_bounds_and_around_their_median(name):
     kind = WORKLOADS[name]
-    found = draw_workload(kind, 300, 5)
+    found = draw_workload(kind, 30 if kind.first else 300, 5)
     prompts = []
+    opening = kind.prompt if kind.first is None else (kind.first,) * 3
     for one in found:
         assert one.body["ignore_eos"]
         said = one.body.get("messages", [{"role": "user", "content": ""}])
@@ -47,7 +48,7 @@ def test_lengths_are_within_their_bounds_and_around_their_median(name):
         if "system" in roles:
             assert len(said[0]["content"].split()) == kind.shared
     for lengths, (median, least, most) in (
-        (prompts, kind.prompt),
+        (prompts, opening),
         ([one.body["max_tokens"] for one in found], kind.output),
     ):
         assert least <= min(lengths) <= max(lengths) <= most
@@ -65,8 +66,18 @@ def test_what_comes_together_shares_its_beginning(name):
         assert len({messages[1]["content"] for messages in said}) == 12 // kind.turns
 
 
-def test_agents_go_on_where_they_were():
-    kind = WORKLOADS["agent"]
+def test_long_agents_repeat_nine_tenths_of_a_long_prompt():
+    (talk,) = conversations(draw_workload(WORKLOADS["agent-long"], 6, 3))
+    lengths = [len(str(one.body["messages"]).split()) for one in talk]
+    assert np.mean(lengths) == pytest.approx(64_000, rel=0.03)
+    shares = [before / after for before, after in pairwise(lengths)]
+    assert np.mean(shares) == pytest.approx(0.9, abs=0.01)
+    assert {one.body["max_tokens"] for one in talk} == {400}
+
+
+@pytest.mark.parametrize("name", ["agent", "agent-long"])
+def test_agents_go_on_where_they_were(name):
+    kind = WORKLOADS[name]
     talks = conversations(draw_workload(kind, 15, 3))
     assert [len(talk) for talk in talks] == [6, 6, 3]
     for talk in talks:

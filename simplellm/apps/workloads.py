@@ -45,6 +45,7 @@ class Workload:
     prompt: tuple[int, int, int]
     output: tuple[int, int, int]  # no answer ends earlier
     shared: int = 0  # length of the system message, the same for all
+    first: int | None = None  # of a conversation's first prompt, if it's another
     turns: int = 1  # of a conversation; the assistant calls a tool between them
     burst: int = 1  # requests that come at the same moment
     chat: bool = True  # False: a bare prompt
@@ -53,6 +54,8 @@ class Workload:
 WORKLOADS = {
     "chat": Workload((100, 8, 1024), (150, 8, 1024)),
     "agent": Workload((200, 8, 2048), (60, 8, 512), shared=600, turns=6),
+    # Prompts of 64,000 words in the mean, of which nine tenths were there a turn ago.
+    "agent-long": Workload((6000,) * 3, (400,) * 3, first=48_000, turns=6),
     "burst": Workload((100, 8, 1024), (150, 8, 1024), burst=32),
     "shared": Workload((60, 8, 512), (100, 8, 512), shared=2000),
     "long": Workload((8000, 2000, 32_000), (150, 8, 512)),
@@ -84,7 +87,8 @@ def draw_conversation(
         return say(chance, draw_length(chance, *kind.prompt))
 
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": user_text()})
+    opening = user_text() if kind.first is None else say(chance, kind.first)
+    messages.append({"role": "user", "content": opening})
     tools = {"tools": [{"type": "function", "function": LOOKUP}]}
     arrivals: list[Arrival] = []
     for turn in range(kind.turns):
