@@ -203,11 +203,8 @@ def run_case(
     captured: bool = False,
     drafts: bool = False,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
-<<<<<<< HEAD
     make: Callable[..., Any] = make_engine,
-=======
     offloading: bool = False,
->>>>>>> 3dc810d3 (Evicted pages go to the host's memory, with cpu_cache_bytes, and come back)
 ) -> Counter[str]:
     """One random schedule against the reference; what happened in it."""
     chance = random.Random(seed)
@@ -216,15 +213,11 @@ def run_case(
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     if drafts:
         config = replace(config, speculative="suffix", num_speculative_tokens=5)
-<<<<<<< HEAD
-    engine = make(model, config, overlap=chance.random() < 0.5)
-=======
     if offloading:
         form = model.config, config.page_size, model.dtype.itemsize, kv_cache_dtype
         room = chance.choice([1, 3, 10, 40]) * page_bytes(*form)
         config = replace(config, enable_prefix_caching=True, cpu_cache_bytes=room)
-    engine = make_engine(model, config, overlap=chance.random() < 0.5)
->>>>>>> 3dc810d3 (Evicted pages go to the host's memory, with cpu_cache_bytes, and come back)
+    engine = make(model, config, overlap=chance.random() < 0.5)
     if drafts:
         engine.scheduler.speculator = prophet
     if captured:
@@ -273,8 +266,9 @@ def run_case(
     assert manager.usage == 0
     counts["preemptions"] += engine.scheduler.preemptions
     counts["hits"] += engine.meter.cached_tokens
-    counts["loaded"] += manager.loaded_tokens
     counts["evictions"] += len(seen) - len(manager.page_of)
+    if offloading:
+        counts["loaded"] = manager.loaded_tokens
     if drafts:
         checked = prophet.counts()
         counts["drafts"] = sum(checked["draft_tokens"].values())
