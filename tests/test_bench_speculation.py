@@ -29,6 +29,7 @@ def test_the_command_compares_texts(
     assert cli.main([*options, *more]) == 0
     out, found = capsys.readouterr().out, json.loads(record.read_text())
     assert max(map(len, out.splitlines())) <= 80
+    assert "how many tokens a step gives that checks drafts" in " ".join(out.split())
     new, copied = found["rows"]
     assert (new["text"], copied["text"]) == ("new", "copied")
     for row in (new, copied):

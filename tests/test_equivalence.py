@@ -202,6 +202,7 @@ def run_case(
     *,
     captured: bool = False,
     drafts: bool = False,
+    draft_model: str = "",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     make: Callable[..., Any] = make_engine,
     offloading: bool = False,
@@ -217,8 +218,13 @@ def run_case(
         form = model.config, config.page_size, model.dtype.itemsize, kv_cache_dtype
         room = chance.choice([1, 3, 10, 40]) * page_bytes(*form)
         config = replace(config, enable_prefix_caching=True, cpu_cache_bytes=room)
+    if draft_model:
+        config = replace(config, speculative=draft_model)
+        config = replace(config, num_speculative_tokens=chance.choice([1, 3]))
     engine = make(model, config, overlap=chance.random() < 0.5)
-    if drafts:
+    if draft_model:
+        prophet = engine.scheduler.speculator
+    elif drafts:
         engine.scheduler.speculator = prophet
     if captured:
         runner = engine.runner
@@ -269,7 +275,7 @@ def run_case(
     counts["evictions"] += len(seen) - len(manager.page_of)
     if offloading:
         counts["loaded"] = manager.loaded_tokens
-    if drafts:
+    if drafts or draft_model:
         checked = prophet.counts()
         counts["drafts"] = sum(checked["draft_tokens"].values())
         counts["right"] = sum(checked["accepted_tokens"].values())
@@ -318,6 +324,15 @@ def test_drafts_change_no_token(tiny: Model, alone: Recompute) -> None:
     assert min(counts[reason] for reason in ("stop", "length", "abort")) >= 10, counts
     assert counts["preemptions"] >= 20, counts
     assert 150 <= counts["right"] < counts["drafts"] - 150, counts
+
+
+@pytest.mark.bits
+def test_a_models_drafts_change_no_token(folder: Path, alone: Recompute) -> None:
+    """The same model drafts, so that greedy answers are guessed and others hardly."""
+    model = load_model(folder, device="cpu", ops=NUMPY)
+    counts = run_cases(model, alone, range(8), draft_model=str(folder))
+    assert counts["right"] > 50 and counts["drafts"] > counts["right"] + 50, counts
+    assert counts["preemptions"] > 0 and counts["overlap"] > 0, counts
 
 
 def test_captured_steps_give_the_tokens_of_a_request_alone(

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from models import HELLO
 from serving import serving
 
+import simplellm
 from simplellm import LLM, SamplingParams
 from simplellm.base.request import UNKNOWN, Request
 from simplellm.engine.head_drafter import HeadDrafter
@@ -241,6 +243,20 @@ def test_drafts_change_no_text() -> None:
         accepted = sum(stats.accepted_tokens.values())
         least = 0 if number is None else 20  # None: what this machine gains by it
         assert least <= accepted <= sum(stats.draft_tokens.values())
+
+
+def test_a_model_drafts() -> None:
+    """The embedded one for itself: what it says greedily, it guessed."""
+    folder = Path(simplellm.__file__).parent / "embedded"
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    found = []
+    for more in ({}, {"speculative": str(folder), "num_speculative_tokens": 3}):
+        with LLM(device="cpu", **more) as llm:
+            outputs = llm.generate(["12 + 34 =", "Hello, and " * 50], **options)
+            found.append([output.token_ids for output in outputs.result()])
+            stats = llm.stats()
+    assert found[0] == found[1]
+    assert stats.draft_tokens == stats.accepted_tokens and stats.drafts == 2 * 7
 
 
 def test_a_request_tells_of_its_drafts() -> None:

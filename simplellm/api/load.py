@@ -29,6 +29,7 @@ from simplellm.engine.build_speculation import (
     capture_drafts,
     find_head,
     head_page_bytes,
+    is_model,
     speculative_scheduler,
     with_own_head,
 )
@@ -198,6 +199,14 @@ def read_weights(
         return build(config, take, ops, scales)
 
 
+def load_draft(config: EngineConfig, model: Model) -> Model | None:
+    """The smaller model that drafts, if ``config`` names one, where ``model`` is."""
+    if not is_model(config.speculative):
+        return None
+    ops = PLAIN if model.ops.name == "Triton" else model.ops
+    return load_model(config.speculative, model.dtype, model.device, ops=ops)
+
+
 # The engine
 
 
@@ -207,6 +216,7 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     ``config`` has been resolved. Raises ValueError if there is no room for a prompt of
     one token and an answer of one.
     """
+    draft = load_draft(config, model)  # before room for pages is looked for
     page_size, budget = config.page_size, config.max_num_batched_tokens
     itemsize = model.dtype.itemsize
     beside = head_page_bytes(config, model.config, itemsize)
@@ -253,6 +263,6 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     if config.speculative is None:
         scheduler = Scheduler(manager, **rules)
     else:
-        scheduler = speculative_scheduler(runner, config, rules)
+        scheduler = speculative_scheduler(runner, config, rules, draft)
     overlap = config.overlap and model.device.type == "cuda"
     return Engine(scheduler, runner, min(limits), overlap)

@@ -34,6 +34,11 @@ ROWS: Headings = {
     "measured": ("tok/s\nmeasured", ",.0f"),
 }
 
+NOTE = """
+The accepted length is how many tokens a step gives that checks drafts. Predicted
+is the speed by what steps of so many tokens cost, each measured by itself.
+"""
+
 
 def drafted(before: Stats, after: Stats) -> list[int]:
     """How many steps between the two checked at least 1, 2, ... drafts of a request."""

@@ -276,14 +276,15 @@ def batch(
 def compare(
     llm: Any, model: str | None, formats: bool, drafts: tuple[Any, Any], **options: Any
 ) -> tuple[dict[str, Any], Any]:
-    """The record of number formats, or of what drafts bring, and a table's columns."""
-    from simplellm.apps import bench_formats, bench_speculation
+    """The record of number formats, or of what drafts bring, and what is shown."""
+    from simplellm.apps import bench_formats, bench_speculation, report
 
     if formats:
         record = bench_formats.measure_formats(llm, model, **options)
-        return record, bench_formats.FORMAT_ROWS
+        return record, [report.tabulate(record["rows"], bench_formats.FORMAT_ROWS)]
     record = bench_speculation.measure_speculation(llm, model, *drafts, **options)
-    return record, bench_speculation.ROWS
+    table = report.tabulate(record["rows"], bench_speculation.ROWS)
+    return record, [table, bench_speculation.NOTE]
 
 
 def bench_load(
@@ -355,8 +356,8 @@ def bench(
         record = command | measured
         report.show_traffic(record, screen.out)
     elif formats or drafts != (None, None):
-        record, columns = compare(LLM, model, formats, drafts, **start, **command)
-        screen.out.print(report.tabulate(record["rows"], columns))
+        record, shown = compare(LLM, model, formats, drafts, **start, **command)
+        screen.out.print(*shown)
     else:
         plan = plan_steps(batch, input_len, output_len, prefill, context)
         record = measure(plan, LLM, model, **start, **command)

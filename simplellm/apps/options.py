@@ -63,7 +63,7 @@ Speculative = Annotated[
         metavar="suffix|head|FOLDER",
         help="Guess tokens and check several in a step; the text stays the same. "
         "suffix: from what the text has said before; head: the model's own EAGLE-3 "
-        "head, if it has one; or another's folder.",
+        "head, if it has one; or the folder of a head or of a smaller model.",
     ),
 ]
 Drafts = Annotated[

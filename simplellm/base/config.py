@@ -484,8 +484,8 @@ class EngineConfig:
     # Of these, each has whole experts, and not a slice of each.
     enable_expert_parallel: bool = False
     # Where drafts of the next tokens come from: "suffix", what the text said before, or
-    # the folder of an EAGLE-3 head (method and model in speculative_config); "head" is
-    # the folder of that name in the model's own.
+    # the folder of an EAGLE-3 head or of a smaller model of the same tokenizer (method
+    # and model in speculative_config); "head" is the folder of that name in its own.
     speculative: str | None = None
     # Drafts of a request in a step; None: as many as are worth what they cost.
     num_speculative_tokens: int | None = declared(None, high=64)

@@ -7,8 +7,9 @@ the pages of the KV cache, `page_manager.py` says which of them belongs to whom,
 `runner.py` runs the step on the device, `input_batch.py` writes it into arrays,
 `block_tables.py` keeps the rows of its block tables, `launch_timer.py` says when, and
 `graphs.py` records it as a CUDA graph. `speculation.py` lets a step check guesses of
-the next tokens, which `suffix.py` makes of what a text said before and
-`head_drafter.py` of what an EAGLE-3 head reads, as far as `step_times.py` finds that
+the next tokens, which `suffix.py` makes of what a text said before,
+`head_drafter.py` of what an EAGLE-3 head reads and `model_drafter.py` of what a smaller
+model says, as far as `step_times.py` finds that
 they pay; `drafts.py` has its rules, and `build_speculation.py` makes it as the config
 says. `sampler.py` chooses tokens. `stats.py` counts, `ranks.py` has several processes
 take part in each step, and `progress.py` tells those that are busy from one that hangs.

@@ -2,13 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from simplellm.base.config import EngineConfig, ModelConfig, expect
-from simplellm.checkpoint.eagle import HeadConfig, read_head, read_head_config
+from simplellm.base.config import EngineConfig, ModelConfig, expect, read_json
+from simplellm.checkpoint.eagle import (
+    ARCHITECTURES,
+    HeadConfig,
+    read_head,
+    read_head_config,
+)
+from simplellm.checkpoint.families import read_config
 from simplellm.engine.graphs import MOST_VERIFIED, bucket_sizes
 from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafter, HeadProposer
+from simplellm.engine.model_drafter import ModelDrafter, seconds_per_draft
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
 from simplellm.engine.speculation import (
@@ -21,10 +29,11 @@ from simplellm.engine.speculation import (
 from simplellm.engine.step_times import time_steps
 from simplellm.model.eagle import build_head
 from simplellm.model.host_pages import host_pages
+from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
 
 HEAD = "head"  # what `speculative` is for the head in the model's own folder
-HEAD_DRAFTS = 5  # of a head in a step at most, where the number is chosen
+HEAD_DRAFTS = 5  # of a head or a model in a step at most, where that is chosen
 
 
 def with_own_head(config: EngineConfig, folder: Path) -> EngineConfig:
@@ -40,6 +49,15 @@ def with_own_head(config: EngineConfig, folder: Path) -> EngineConfig:
     return config.changed({"speculative": str(path)})
 
 
+def is_model(name: str | None) -> bool:
+    """Whether ``speculative`` is the folder of a model, and not of a head."""
+    file = Path(name or "") / "config.json"
+    if name is None or name in DRAFTERS or not file.is_file():
+        return False
+    names = read_json(file).get("architectures") or [None]
+    return names[0] not in ARCHITECTURES
+
+
 def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
     """The config of the head whose folder ``speculative`` is; None: there is none.
 
@@ -49,11 +67,16 @@ def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
     if name is None or name in DRAFTERS:
         return None
     known = ", ".join(map(repr, [*DRAFTERS, HEAD]))
-    expected = f"one of {known}, or the folder of an EAGLE-3 head"
+    expected = f"one of {known}, or the folder of an EAGLE-3 head or of a model"
     expect(Path(name).is_dir(), "speculative", name, expected)
     ranks = config.tensor_parallel_size
-    one = "1 beside an EAGLE-3 head, which reads the model's whole embedding"
+    one = "1 beside an EAGLE-3 head or a model that drafts"
     expect(ranks == 1, "tensor_parallel_size", ranks, one)
+    if is_model(name):
+        size, wanted = read_config(Path(name) / "config.json").vocab_size, "the model's"
+        what = "vocab_size of the model that drafts"
+        expect(size == model.vocab_size, what, size, f"{model.vocab_size}, {wanted}")
+        return None
     head = read_head_config(Path(name))
     head.check_fits(model)
     return head
@@ -87,20 +110,29 @@ def measure(speculator: Speculator, runner: Runner) -> None:
         speculator.costs = StepCosts(time_steps(runner))
         if runner.proposer is not None:
             speculator.seconds = runner.proposer.seconds_per_draft()
+        elif speculator.costly:
+            drafter: Any = speculator.drafter()
+            speculator.seconds = seconds_per_draft(drafter.model)
 
 
 def speculative_scheduler(
-    runner: Runner, config: EngineConfig, rules: Mapping[str, Any]
+    runner: Runner, config: EngineConfig, rules: Mapping[str, Any], draft: Model | None
 ) -> SpeculativeScheduler:
-    """The scheduler of ``rules`` for an engine that checks drafts."""
+    """The scheduler of ``rules`` for an engine that checks drafts.
+
+    They are those of the model ``draft``, or what ``config`` says.
+    """
     name, number = config.speculative, config.num_speculative_tokens
     assert name is not None
     most, drafter = number or LONGEST_DRAFT, DRAFTERS.get(name)
-    if drafter is None:
+    if draft is not None:
+        most, drafter = number or HEAD_DRAFTS, partial(ModelDrafter, draft)
+    elif drafter is None:
         most, drafter = number or HEAD_DRAFTS, HeadDrafter
         runner.proposer = head_proposer(runner, config, most)
     costs = StepCosts({1: 0.0}) if number is None else None
-    speculator = Speculator(most, costs, drafter, proposer=runner.proposer)
+    how: Any = {"proposer": runner.proposer, "costly": draft is not None}
+    speculator = Speculator(most, costs, drafter, **how)
     measure(speculator, runner)
     return SpeculativeScheduler(
         runner.manager, **rules, speculator=speculator, max_drafts=config.max_drafts

@@ -203,8 +203,10 @@ class Speculator:
         drafter: Callable[[], Drafter] = SuffixDrafter,
         *,
         proposer: Proposer | None = None,
+        costly: bool = False,
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
+        self.costly = costly  # a draft takes `seconds`, one request after the other
         self.proposer, self.seconds = proposer, 0.0  # of a draft
         if proposer is not None:
             proposer.deliver = self.receive
@@ -331,6 +333,8 @@ class Speculator:
             return False
         if self.proposer is not None:
             return self.proposer.count > 0
+        if self.costly:
+            return True
         request.tokens.pop()  # for now: a copy of a long text would cost more
         try:
             state = self._update(request, request.tokens)
@@ -364,6 +368,8 @@ class Speculator:
             return [[] for _ in requests]
         drafts: list[list[int]] = []
         counts = self._counts(states, offered, computed, room)
+        if self.costly and self.costs is not None and any(offered) and not any(counts):
+            self._give_up()  # they have been made for nothing
         for own, count in zip(states, counts, strict=True):
             drafts.append(own.drafts[:count] if own else [])
         return drafts
@@ -375,6 +381,8 @@ class Speculator:
         if drafts and drafting.seen:  # such steps never overlap more than others
             return self.costs(tokens) + max(drafting.seconds, plain.seconds)
         made = -(-drafts // max(1, tokens - drafts)) * self.seconds
+        if self.costly and drafts:  # of all, whether they are checked or not
+            made = self.most * max(1, tokens - drafts) * self.seconds
         return self.costs(tokens) + plain.seconds + made
 
     def learn_interval(self, tokens: int, drafts: int, seconds: float) -> None:
