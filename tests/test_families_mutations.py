@@ -163,7 +163,7 @@ MISTAKES = {
             other_families.gated, "gate, up = gate_up", "up, gate = gate_up"
         ),
         "the next expert's down": Mutation(
-            feed_forward.experts, "mlp.down[expert]", "mlp.down[expert - 1]"
+            feed_forward.experts, "mlp.down[place]", "mlp.down[place - 1]"
         ),
     },
     "Qwen3-MoE": {

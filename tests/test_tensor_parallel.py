@@ -581,7 +581,12 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str, str], None]:
 
 
 PHASES = ["loads", "prompt", "decode", "draws", "adds up"]
-ASKED_FOR: dict[str, Any] = {"max_tokens": 8, "seed": 1, "ignore_eos": True}
+ASKED_FOR: dict[str, Any] = {
+    "max_tokens": 8,
+    "temperature": 1.0,  # greedy tokens are no draws
+    "seed": 1,
+    "ignore_eos": True,
+}
 
 
 def ends(folder: Path, size: int, wrong: str) -> None:

@@ -46,9 +46,9 @@ def sort_small_kernel(
     num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
     pdl_wait(PDL)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    count = tl.zeros([BLOCK_E], tl.int32)
     mine = tl.load(ids_ptr + i, i < num_pairs, E) * n + i
     position = tl.zeros([ROWS], tl.int32)
-    count = tl.zeros([BLOCK_E], tl.int32)
     for first in range(0, n, CHUNK):
         j = first + tl.arange(0, CHUNK)
         # Padding comes after every expert.
