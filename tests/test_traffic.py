@@ -432,7 +432,7 @@ def test_the_command_sends_a_named_workload_to_an_engine(capsys, monkeypatch):
     [
         (
             "--load chess",
-            "--load is 'chess'; expected chat, agent, burst, shared, long",
+            "--load is 'chess'; expected chat, agent, agent-long, burst, shared",
         ),
         ("--load chat --rate -1", "--rate is -1.0; expected more than 0"),
         ("--load chat --rate 1 --clients 2", "--rate is 1.0; expected none beside"),
