@@ -136,9 +136,7 @@ class Pause:
     left: int = 0  # steps
     next: int = PAUSES[0]  # steps of the next one
     requests: int = 0  # that ran when it began
-    doubt: float = (
-        4 * DOUBT
-    )  # how likely so many are; of the first ones, little is thought
+    doubt: float = 4 * DOUBT  # how likely so many are; the first ones have no credit
     believed: float | None = None  # chance of a draft, before them
     right: bool = False  # whether any was, of those of this step
     wrong: int = 0  # requests of this step whose first draft was not

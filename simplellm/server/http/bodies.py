@@ -12,6 +12,7 @@ made from the same models.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from reprlib import repr as short
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args
 
@@ -190,10 +191,11 @@ class Body(Part):
         return {*cls.model_fields}
 
     @classmethod
-    def numbers(cls) -> set[str]:
+    @cache
+    def numbers(cls) -> frozenset[str]:
         """Those that are numbers."""
         fields = cls.model_fields.items()
-        return {name for name, field in fields if field.annotation in NUMBERS}
+        return frozenset(name for name, one in fields if one.annotation in NUMBERS)
 
     @model_validator(mode="before")
     @classmethod
@@ -378,7 +380,8 @@ class SampledBody(Body):
         return own | cls.sampling_names()
 
     @classmethod
-    def numbers(cls) -> set[str]:
+    @cache
+    def numbers(cls) -> frozenset[str]:
         sampled = (name for name, (kind, _) in SAMPLING.items() if kind in NUMBERS)
         return super().numbers() | {*sampled}
 
