@@ -16,6 +16,11 @@ float32, which holds the same numbers, and every product adds in one order.
 The interpreter also patches Triton's language, at every launch and at every call of a
 device function, and looks through all of the language each time, which is most of what
 it does. Here the language is patched once.
+
+Triton's code generator knows `tl.static_assert` and its kin by identity, from a table
+that is made when it is imported. Interpreting a kernel that passes tuples imports it,
+and while the language is patched the table would hold what stands in for them: all that
+this process compiles later would do without its assertions.
 """
 
 import importlib
@@ -28,6 +33,7 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
+import triton.compiler.code_generator  # before the language is patched: see below
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import (

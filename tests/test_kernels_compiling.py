@@ -1,6 +1,7 @@
 """Threads that need the same kernels compile each of them once, without a GPU here."""
 
 import re
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -98,7 +99,7 @@ def test_each_kernel_is_compiled_once(compiled: Counter[Any]) -> None:
 
     def job(number: int, begun: list[int]) -> None:
         if not begun:
-            together.wait(10)
+            together.wait(60)
         begun.append(number)
         for block in (64, 128, 256):
             warm_up(add_kernel, block)
@@ -138,7 +139,7 @@ def test_who_would_wait_takes_another_job(
     other = threading.Event()
 
     def slow(**_: Any) -> None:
-        assert other.wait(10)
+        assert other.wait(60)
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", slow)
     same = [partial(warm_up, add_kernel, 64)] * THREADS
@@ -162,15 +163,15 @@ def test_other_threads_compile_as_ever(compiled: Counter[Any]) -> None:
     meanwhile = threading.Barrier(2)
 
     def serve() -> None:
-        meanwhile.wait(10)
+        meanwhile.wait(60)
         with pytest.raises(triton.CompilationError):
             warm_up(broken_kernel, 64)
         warm_up(add_kernel, 64)
-        meanwhile.wait(10)
+        meanwhile.wait(60)
 
     def job() -> None:
-        meanwhile.wait(10)
-        meanwhile.wait(10)
+        meanwhile.wait(60)
+        meanwhile.wait(60)
         with pytest.raises(triton.CompilationError):
             warm_up(broken_kernel, 64)
         warm_up(add_kernel, 64)
@@ -180,6 +181,22 @@ def test_other_threads_compile_as_ever(compiled: Counter[Any]) -> None:
         compile_in_threads([job])
         serving.result()
     assert compiled == {("add_kernel", 64): 1}
+
+
+INTERPRETS_FIRST = """
+import sys
+from kernels_interpreter import interpreted
+with interpreted():
+    from triton.compiler.code_generator import CodeGenerator
+from triton.language import static_assert
+sys.exit(static_assert not in CodeGenerator.statically_implemented_functions)
+"""
+
+
+def test_interpreting_leaves_the_compiler_its_assertions() -> None:
+    """In a process that interprets before it has compiled anything."""
+    here = Path(__file__).parent
+    subprocess.run([sys.executable, "-c", INTERPRETS_FIRST], cwd=here, check=True)
 
 
 def test_threads_that_parse_do_not_disturb_each_other() -> None:

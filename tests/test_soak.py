@@ -1,6 +1,8 @@
 """Short soaks; `tools/soak.py` and `tools/soak_server.py` run the long ones."""
 
+import logging
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +13,16 @@ from simplellm import LLM
 from simplellm.base.request import Request
 from simplellm.engine.engine import Engine
 from simplellm.engine.scheduler import Scheduler
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """No log of the faults: records that pytest keeps would hold what must be freed."""
+    logger = logging.getLogger("simplellm")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    yield
+    logger.setLevel(before)
 
 
 def test_nothing_is_left_after_a_crowd_of_clients():

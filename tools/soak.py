@@ -343,7 +343,6 @@ def soak(
     least: int = 0,
 ) -> dict[str, Any]:
     """Run it; what happened, and under "wrong" whatever should not have."""
-    logging.getLogger("simplellm").setLevel(logging.CRITICAL + 1)
     LLM(device="cpu").close()  # starts what threads libraries keep
     threads_before = threading.active_count()
     # So short a queue that it is full now and then.
@@ -396,6 +395,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # It would log each of the faults that are injected.
+    logging.getLogger("simplellm").setLevel(logging.CRITICAL + 1)
     record = soak(60 * options.minutes, options.threads, options.seed)
     save(header() | {"config": asdict(CONFIG)} | record, options.json)
     print(json.dumps(record, indent=1))
