@@ -10,7 +10,6 @@ from unittest.mock import patch
 import tiktoken
 
 from simplellm.text.harmony import Message, parse, render, result_message
-from simplellm.text.harmony.message import is_call
 from simplellm.text.tokenizer import Tokenizer
 
 JSON = "<|constrain|>json"
@@ -79,57 +78,6 @@ def check_merge(merge):
         )
     found = list(merge(b"\xff\xfe", ranks))
     assert tokenizer.token_bytes(found[0]) == b"\xff", "bytes need not be text"
-
-
-def check_StreamDecoder_push(StreamDecoder):
-    """Bytes one by one, against the text and Python's incremental decoder."""
-    tokenizer = embedded()
-    id_of = {token: id for id, token in tokenizer.tokens.items()}
-
-    def stream(data):
-        decoder = StreamDecoder(tokenizer)
-        return [decoder.push(id_of[bytes([byte])]) for byte in data], decoder.flush()
-
-    text = "a🙂é吾!"
-    found, rest = stream(text.encode())
-    shown = "".join(found) + rest
-    assert "\ufffd" not in shown, f"half a character was shown: {found}"
-    assert len(shown) >= len(text), f"characters got lost: {text!r} came as {found}"
-    assert shown == text, f"characters got doubled or changed: {text!r} came as {found}"
-    expected = ["a", "", "", "", "🙂", "", "é", "", "", "吾", "!"]
-    assert found == expected, (
-        f"a character is shown with the token that completes it; {text!r} came as "
-        f"{found}"
-    )
-    found, _ = stream(b"\xffa\xe2\x82b")
-    assert found == ["\ufffd", "a", "", "", "\ufffdb"], (
-        "bytes that can never become a character come out as U+FFFD as soon as that is "
-        f"clear, or they hold up what follows; b'\\xffa\\xe2\\x82b' came as {found}"
-    )
-    rng = random.Random(0)
-    for _ in range(100):
-        data = bytes(
-            rng.choice(b"a\x80\xbf\xc3\xe2\xed\xf0\x9f\xff") for _ in range(12)
-        )
-        known = codecs.getincrementaldecoder("utf-8")("replace")
-        whole, least, shown = data.decode(errors="replace"), "", ""
-        found, rest = stream(data)
-        for byte, text in zip(data, found, strict=True):
-            least += known.decode(bytes([byte]))
-            shown += text
-            assert whole.startswith(shown) and len(shown) >= len(least), (
-                f"{data!r} came as {found}: after {shown!r} it should have been at "
-                f"least {least!r}, and all of it is {whole!r}"
-            )
-        assert shown + rest == whole, (
-            f"flush returns what push has left in self._pending: {data!r} is {whole!r} "
-            f"in all, not {shown + rest!r}"
-        )
-    end = tokenizer.special["<|end|>"]
-    shown = StreamDecoder(tokenizer).push(end)
-    assert shown == "<|end|>", f"a control token's bytes are its name, not {shown!r}"
-    shown = StreamDecoder(tokenizer, skip_special=True).push(end)
-    assert shown == "", f"with skip_special a control token is no text, not {shown!r}"
 
 
 def check_render_message(render_message):
@@ -234,176 +182,6 @@ def check_render_message(render_message):
         )
 
 
-def check_HarmonyParser_push(HarmonyParser):
-    """Replies with what they hold, then the stream, then random ids."""
-    tokenizer = embedded()
-    first, last = "<|channel|>analysis<|message|>7 + 5", "<|channel|>final<|message|>12"
-    call = f"<|channel|>commentary to=functions.f {JSON}<|message|>"
-    reasoned, answered = ("analysis", None, "7 + 5"), ("final", None, "12")
-    called = ("commentary", "functions.f", "{}")
-    cases = [
-        (f"{last}<|return|>", [answered], "a header, a content, an end"),
-        (last, [answered], "the model stopped without an end, and finish() is called"),
-        (
-            f"{call}{{}}<|call|>assistant{last}<|return|>",
-            [called, answered],
-            "<|call|> ends a message",
-        ),
-        (
-            f"{last}<|endoftext|>assistant{last}<|end|>",
-            [answered, answered],
-            "<|endoftext|> ends a message",
-        ),
-        (
-            f"{first}<|end|><|start|>assistant{last}<|return|>",
-            [reasoned, answered],
-            "two messages, each with an end",
-        ),
-        (
-            f"{first}{last}<|return|>",
-            [reasoned, answered],
-            "without an <|end|>, <|channel|> in a content begins the next message",
-        ),
-        (
-            f"{first}<|start|>assistant{last}<|return|>",
-            [reasoned, answered],
-            "without an <|end|>, <|start|> in a content begins the next message",
-        ),
-        ("<|channel|>final 12<|return|>", [answered], "the header has no <|message|>"),
-        (
-            f"{first}<|channel|>final 12<|return|>",
-            [reasoned, answered],
-            "a marker's part comes after the header's first one, empty or not; alone "
-            "it would pass for a header without markers",
-        ),
-        (
-            "<|channel|>final of course yes<|message|>12<|return|>",
-            [answered],
-            "words of a header that mean nothing are passed over, and are no content",
-        ),
-        ("12<|return|>", [(None, None, "12")], "there is no header at all"),
-        (
-            f"12<|start|>assistant{last}<|return|>",
-            [(None, None, "12"), answered],
-            "<|start|> ends a header too, and what it held as text is not lost",
-        ),
-        (
-            f"{last}<|message|>3<|return|>",
-            [("final", None, "123")],
-            "<|message|> in a content is out of place and passed over",
-        ),
-        (
-            f"{last}<|constrain|>3<|return|>",
-            [("final", None, "123")],
-            "<|constrain|> in a content is out of place and passed over",
-        ),
-        (
-            f"{call}{{<|message|>}}<|call|>",
-            [called],
-            "<|message|> in a call's content is passed over, too",
-        ),
-        ("<|end|><|end|>", [], "an end in an empty header ends nothing"),
-    ]
-
-    def numbered(ids, parser, deltas):
-        """Every delta of a call has its number, and calls are counted once."""
-        calls = [m.content for m in parser.messages if is_call(m)]
-        assert parser.num_calls == len(calls), (
-            f"{tokenizer.decode(ids)!r} has {len(calls)} calls and you count "
-            f"{parser.num_calls}: begin each message once"
-        )
-        told = [""] * len(calls)
-        for delta in deltas:
-            assert delta.call is None or delta.call < len(calls), (
-                f"{tokenizer.decode(ids)!r} has no call {delta.call}"
-            )
-            if delta.call is not None:
-                told[delta.call] += delta.text
-        assert told == calls, (
-            f"{tokenizer.decode(ids)!r}: the deltas' texts by the number of their call "
-            f"are {told}, not {calls}; a client would see other calls"
-        )
-
-    def run(ids):
-        parser = HarmonyParser(tokenizer)
-        deltas = []
-        try:
-            pushed = [parser.push(token_id) for token_id in ids]
-            last = parser.finish()
-        except NotImplementedError:
-            raise
-        except Exception as error:
-            raise AssertionError(
-                f"nothing may raise, whatever the ids are; {tokenizer.decode(ids)!r} "
-                f"raised {type(error).__name__}: {error}"
-            ) from None
-        for token_id, found in zip(ids, pushed, strict=True):
-            told = f"push({tokenizer.decode([token_id])!r}) returned {found!r}"
-            assert isinstance(found, list), f"push returns a list of deltas; {told}"
-            assert len(found) <= 1, f"a token adds at most one delta; {told}"
-            deltas += found
-        return parser, deltas + last
-
-    for text, expected, reason in cases:
-        parser, deltas = run(tokenizer.encode(text, special=True))
-        found = [(m.channel, m.recipient, m.content) for m in parser.messages]
-        assert found == expected, f"{reason}: {text!r} gave {found}"
-        shown = "".join(delta.text for delta in deltas)
-        contents = "".join(content for _, _, content in expected)
-        assert shown == contents, (
-            f"{reason}: the deltas of {text!r} add up to {shown!r}"
-        )
-        numbered(tokenizer.encode(text, special=True), parser, deltas)
-    text = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>12<|end|>"
-    found = run(tokenizer.encode(f"{last}<|end|>{text}", special=True))[0].messages[1:]
-    found = [(m.role, m.name, m.recipient) for m in found]
-    assert found == [("tool", "functions.f", "assistant")], (
-        f"the author comes between <|start|> and the channel: {text!r} gave {found}"
-    )
-    found = run(tokenizer.encode(f"{call}{{}}<|call|>", special=True))[0].messages
-    assert [m.content_type for m in found] == [JSON], (
-        f"a header's content type is {JSON!r}; yours is {found}"
-    )
-    reserved = [1087, *tokenizer.encode(f"{last}<|reserved_2|>3", special=True), 1080]
-    found = [message.content for message in run(reserved)[0].messages]
-    assert found == ["123"], f"reserved ids are passed over, no text; {found}"
-
-    parser = HarmonyParser(tokenizer)
-    ids = tokenizer.encode(f"{last}🙂", special=True)
-    texts = ["".join(delta.text for delta in parser.push(id)) for id in ids]
-    assert texts[-6:] == ["1", "2", "", "", "", "🙂"], (
-        f"text is shown with the token that completes it, not later; yours {texts}"
-    )
-    for marker in ("<|message|>", "<|constrain|>", "<|reserved_2|>"):
-        between = tokenizer.special.get(marker, 1087)
-        split = [*ids[:-1], between, ids[-1]]
-        found = [message.content for message in run(split)[0].messages]
-        assert found == ["12🙂"], (
-            f"a control token that's passed over changes nothing, not even within a "
-            f"character: an emoji with {marker} before its last byte gave {found}"
-        )
-    _, deltas = run(
-        tokenizer.encode(f"{call}<|end|><|start|>assistant{call}", special=True)
-    )
-    assert [delta.call for delta in deltas] == [0, 1], (
-        "a call is announced as soon as its header ends, even if no argument follows; "
-        f"two empty calls gave {deltas}"
-    )
-    rng, marked = random.Random(0), list(tokenizer.special.values())
-    for _ in range(200):
-        ids = [
-            rng.choice(marked) if rng.random() < 0.4 else rng.randrange(1088)
-            for _ in range(20)
-        ]
-        parser, deltas = run(ids)
-        shown = "".join(delta.text for delta in deltas)
-        contents = "".join(message.content for message in parser.messages)
-        assert shown == contents, (
-            f"{ids}: the deltas add up to {shown!r}, not {contents!r}"
-        )
-        numbered(ids, parser, deltas)
-
-
 def check_1_1(forge):
     """Clean, paste and read the text as a model would."""
     tokenizer = embedded()
@@ -481,7 +259,58 @@ def check_1_2(reusable):
     print(*lines[:3], sep="\n")
 
 
-def check_1_3(StopFilter):
+def check_1_3(StreamDecoder):
+    """Bytes one by one, against the text and Python's incremental decoder."""
+    tokenizer = embedded()
+    id_of = {token: id for id, token in tokenizer.tokens.items()}
+
+    def stream(data):
+        decoder = StreamDecoder(tokenizer)
+        return [decoder.push(id_of[bytes([byte])]) for byte in data], decoder.flush()
+
+    text = "a🙂é吾!"
+    found, rest = stream(text.encode())
+    shown = "".join(found) + rest
+    assert "\ufffd" not in shown, f"half a character was shown: {found}"
+    assert len(shown) >= len(text), f"characters got lost: {text!r} came as {found}"
+    assert shown == text, f"characters got doubled or changed: {text!r} came as {found}"
+    expected = ["a", "", "", "", "🙂", "", "é", "", "", "吾", "!"]
+    assert found == expected, (
+        f"a character is shown with the token that completes it; {text!r} came as "
+        f"{found}"
+    )
+    found, _ = stream(b"\xffa\xe2\x82b")
+    assert found == ["\ufffd", "a", "", "", "\ufffdb"], (
+        "bytes that can never become a character come out as U+FFFD as soon as that is "
+        f"clear, or they hold up what follows; b'\\xffa\\xe2\\x82b' came as {found}"
+    )
+    rng = random.Random(0)
+    for _ in range(100):
+        data = bytes(
+            rng.choice(b"a\x80\xbf\xc3\xe2\xed\xf0\x9f\xff") for _ in range(12)
+        )
+        known = codecs.getincrementaldecoder("utf-8")("replace")
+        whole, least, shown = data.decode(errors="replace"), "", ""
+        found, rest = stream(data)
+        for byte, text in zip(data, found, strict=True):
+            least += known.decode(bytes([byte]))
+            shown += text
+            assert whole.startswith(shown) and len(shown) >= len(least), (
+                f"{data!r} came as {found}: after {shown!r} it should have been at "
+                f"least {least!r}, and all of it is {whole!r}"
+            )
+        assert shown + rest == whole, (
+            f"flush returns what push has left in self._pending: {data!r} is {whole!r} "
+            f"in all, not {shown + rest!r}"
+        )
+    end = tokenizer.special["<|end|>"]
+    shown = StreamDecoder(tokenizer).push(end)
+    assert shown == "<|end|>", f"a control token's bytes are its name, not {shown!r}"
+    shown = StreamDecoder(tokenizer, skip_special=True).push(end)
+    assert shown == "", f"with skip_special a control token is no text, not {shown!r}"
+
+
+def check_1_4(StopFilter):
     """Deltas with what may be shown after each of them."""
     cases = [
         (["END"], ["one ", "two"], ["one ", "two", ""], False, "no stop string came"),

@@ -7,15 +7,12 @@ from pathlib import Path
 import simplellm
 from simplellm.text.detokenizer import StreamDecoder
 from simplellm.text.harmony import (
-    HarmonyParser,
     Message,
     parse,
     render,
     render_message,
     result_message,
 )
-from simplellm.text.harmony.header import message_of, split_header
-from simplellm.text.harmony.message import ENDS
 from simplellm.text.tokenizer import Tokenizer
 from wrong import wrong
 
@@ -67,37 +64,6 @@ def bytes_as_ids(data, ranks):
     ids = joined(data, ranks, min)
     tokens = {id: token for token, id in ranks.items()}
     return [tokens[id][0] if len(tokens[id]) == 1 else id for id in ids]
-
-
-@wrong("StreamDecoder.push", "half a character")
-class EachTokenAlone(StreamDecoder):
-    def push(self, id):
-        return self._bytes(id).decode(errors="replace")
-
-
-@wrong("StreamDecoder.push", "lost")
-class Ignored(StreamDecoder):
-    def push(self, id):
-        return self._bytes(id).decode(errors="ignore")
-
-
-@wrong("StreamDecoder.push", "never become")
-class WaitsForEver(StreamDecoder):
-    def push(self, id):
-        self._pending += self._bytes(id)
-        try:
-            text = self._pending.decode()
-        except UnicodeDecodeError:
-            return ""
-        self._pending = b""
-        return text
-
-
-@wrong("StreamDecoder.push", "doubled")
-class RestIsKept(StreamDecoder):
-    def push(self, id):
-        self._pending += self._bytes(id)
-        return self._pending.decode(errors="ignore")
 
 
 @wrong("render_message", "forged")
@@ -173,132 +139,6 @@ def calls_are_commentary(message, tokenizer):
     return [*ids[:-1], tokenizer.special["<|call|>" if called else "<|end|>"]]
 
 
-@wrong("HarmonyParser.push", "begins the next message")
-class NeedsEveryEnd(HarmonyParser):
-    def push(self, token_id):
-        marker = self._markers.get(token_id)
-        if self.message is not None and marker not in (None, *ENDS):
-            return []
-        return super().push(token_id)
-
-
-@wrong("HarmonyParser.push", "ends a message")
-class EndsOnlyWithEnd(HarmonyParser):
-    def push(self, token_id):
-        if self._markers.get(token_id) in ("<|call|>", "<|endoftext|>"):
-            return []
-        return super().push(token_id)
-
-
-@wrong("HarmonyParser.push", "out of place")
-class MessageAgain(HarmonyParser):
-    def push(self, token_id):
-        if self.message is not None and self._markers.get(token_id) == "<|message|>":
-            return self.finish() + self._begin(message_of(self._header_text()))
-        return super().push(token_id)
-
-
-@wrong("HarmonyParser.push", "begin each message once")
-class CallBeginsTwice(HarmonyParser):
-    """Of messages whose `<|message|>` comes twice: the same message, begun again."""
-
-    def push(self, token_id):
-        again = self.message is not None and self.message.recipient
-        if again and self._markers.get(token_id) == "<|message|>":
-            return self._begin(self.message)
-        return super().push(token_id)
-
-
-@wrong("HarmonyParser.push", "not even within a character")
-class FlushesAtAMarker(HarmonyParser):
-    def push(self, token_id):
-        stray = ("<|message|>", "<|constrain|>")
-        if self.message is not None and self._markers.get(token_id) in stray:
-            return self._add(self._decoder.flush())
-        return super().push(token_id)
-
-
-@wrong("HarmonyParser.push", "is not lost")
-class StartGoesOn(HarmonyParser):
-    def push(self, token_id):
-        if self.message is None and self._markers.get(token_id) == "<|start|>":
-            self._header.append(("<|start|>", bytearray()))
-            return []
-        return super().push(token_id)
-
-
-@wrong("HarmonyParser.push", "pass for a header without markers")
-class HeaderOfOnePart(HarmonyParser):
-    def push(self, token_id):
-        inside = self.message is not None
-        deltas = super().push(token_id)
-        if inside and self._markers.get(token_id) in ("<|start|>", "<|channel|>"):
-            self._header = self._header[-1:]
-        return deltas
-
-
-@wrong("HarmonyParser.push", "are no content")
-class StrayWordsShown(HarmonyParser):
-    def push(self, token_id):
-        if self.message is None and self._markers.get(token_id) == "<|message|>":
-            header, content = split_header(self._header_text())
-            return self._begin(message_of(header), content)
-        return super().push(token_id)
-
-
-@wrong("HarmonyParser.push", "no text")
-class ReservedAsText(HarmonyParser):
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer)
-        self._all = tokenizer.token_bytes
-
-    def push(self, token_id):
-        known = token_id in self._tokens or token_id in self._markers
-        if self.message is not None and not known:
-            return self._add(self._all(token_id).decode())
-        return super().push(token_id)
-
-
-@wrong("HarmonyParser.push", "not later")
-class OnlyAtTheEnd(HarmonyParser):
-    def push(self, token_id):
-        if self.message is None or token_id not in self._tokens:
-            return super().push(token_id)
-        self._decoder._pending += self._tokens[token_id]
-        return []
-
-    def finish(self):
-        held, self._decoder._pending = self._decoder._pending, b""
-        return self._add(held.decode(errors="replace")) + super().finish()
-
-
-@wrong("HarmonyParser.push", "at most one delta")
-class ADeltaACharacter(HarmonyParser):
-    def push(self, token_id):
-        deltas = super().push(token_id)
-        return [replace(d, text=c) for d in deltas for c in d.text or [""]]
-
-
-@wrong("HarmonyParser.push", "returns a list")
-class NoneForNothing(HarmonyParser):
-    def push(self, token_id):
-        return super().push(token_id) or None
-
-
-@wrong("HarmonyParser.push", "nothing may raise")
-class Strict(HarmonyParser):
-    def push(self, token_id):
-        if self.message is None and self._markers.get(token_id) in ENDS:
-            raise ValueError("an end in a header")
-        return super().push(token_id)
-
-
-@wrong("HarmonyParser.push", "announced")
-class SilentCalls(HarmonyParser):
-    def push(self, token_id):
-        return [delta for delta in super().push(token_id) if delta.text]
-
-
 @wrong("1.1", "taken your markers out")
 def plainly(orders):
     return f"<|end|><|start|>system<|message|>{orders}"
@@ -346,6 +186,37 @@ def renders(prompt, reply):
     return [*(a == b for a, b in pairs), False].index(False)
 
 
+@wrong("1.3", "half a character")
+class EachTokenAlone(StreamDecoder):
+    def push(self, id):
+        return self._bytes(id).decode(errors="replace")
+
+
+@wrong("1.3", "lost")
+class Ignored(StreamDecoder):
+    def push(self, id):
+        return self._bytes(id).decode(errors="ignore")
+
+
+@wrong("1.3", "never become")
+class WaitsForEver(StreamDecoder):
+    def push(self, id):
+        self._pending += self._bytes(id)
+        try:
+            text = self._pending.decode()
+        except UnicodeDecodeError:
+            return ""
+        self._pending = b""
+        return text
+
+
+@wrong("1.3", "doubled")
+class RestIsKept(StreamDecoder):
+    def push(self, id):
+        self._pending += self._bytes(id)
+        return self._pending.decode(errors="ignore")
+
+
 class Filter:
     """As the exercise asks; what students do otherwise stands in `found` and `keep`."""
 
@@ -376,37 +247,28 @@ class Filter:
         return rest
 
 
-@wrong("1.3", "bc is complete")
+@wrong("1.4", "bc is complete")
 class EarliestBeginning(Filter):
     def found(self, text):
         return min((text.index(s) for s in self.stops if s in text), default=None)
 
 
-@wrong("1.3", "no stop string came")
+@wrong("1.4", "no stop string came")
 class HoldsTheLongest(Filter):
     def keep(self, text):
         return max(map(len, self.stops)) - 1
 
 
-@wrong("1.3", "spread over three")
+@wrong("1.4", "spread over three")
 class OneDeltaAtATime(Filter):
     def keep(self, text):
         return 0
 
 
-@wrong("1.3", "both are complete")
+@wrong("1.4", "both are complete")
 class FirstOfTheList(Filter):
     def found(self, text):
         ends = [
             (text.index(s) + len(s), i) for i, s in enumerate(self.stops) if s in text
         ]
         return text.index(self.stops[min(ends)[1]]) if ends else None
-
-
-@wrong("HarmonyParser.push", "the author comes")
-class LosesTheAuthor(HarmonyParser):
-    def finish(self):
-        deltas = super().finish()
-        lost = {"role": "assistant", "name": None}
-        self.messages[:] = [replace(message, **lost) for message in self.messages]
-        return deltas

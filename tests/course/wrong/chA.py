@@ -10,6 +10,9 @@ from simplellm.api.delivery import END, Reader
 from simplellm.api.outputs import is_reasoning
 from simplellm.server.http.sse import DONE, HEADERS, event
 from simplellm.server.openai.deltas import Turn, new_call_id
+from simplellm.text.harmony import HarmonyParser
+from simplellm.text.harmony.header import message_of, split_header
+from simplellm.text.harmony.message import ENDS
 from simplellm.text.harmony.openai import function_name
 from wrong import wrong
 
@@ -563,3 +566,138 @@ async def leaves_the_others(llm, prompts, params):
     tasks = [asyncio.create_task(ask(index)) for index in range(len(prompts))]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     return done.pop().result()
+
+
+@wrong("A.4", "begins the next message")
+class NeedsEveryEnd(HarmonyParser):
+    def push(self, token_id):
+        marker = self._markers.get(token_id)
+        if self.message is not None and marker not in (None, *ENDS):
+            return []
+        return super().push(token_id)
+
+
+@wrong("A.4", "ends a message")
+class EndsOnlyWithEnd(HarmonyParser):
+    def push(self, token_id):
+        if self._markers.get(token_id) in ("<|call|>", "<|endoftext|>"):
+            return []
+        return super().push(token_id)
+
+
+@wrong("A.4", "out of place")
+class MessageAgain(HarmonyParser):
+    def push(self, token_id):
+        if self.message is not None and self._markers.get(token_id) == "<|message|>":
+            return self.finish() + self._begin(message_of(self._header_text()))
+        return super().push(token_id)
+
+
+@wrong("A.4", "begin each message once")
+class CallBeginsTwice(HarmonyParser):
+    """Of messages whose `<|message|>` comes twice: the same message, begun again."""
+
+    def push(self, token_id):
+        again = self.message is not None and self.message.recipient
+        if again and self._markers.get(token_id) == "<|message|>":
+            return self._begin(self.message)
+        return super().push(token_id)
+
+
+@wrong("A.4", "not even within a character")
+class FlushesAtAMarker(HarmonyParser):
+    def push(self, token_id):
+        stray = ("<|message|>", "<|constrain|>")
+        if self.message is not None and self._markers.get(token_id) in stray:
+            return self._add(self._decoder.flush())
+        return super().push(token_id)
+
+
+@wrong("A.4", "is not lost")
+class StartGoesOn(HarmonyParser):
+    def push(self, token_id):
+        if self.message is None and self._markers.get(token_id) == "<|start|>":
+            self._header.append(("<|start|>", bytearray()))
+            return []
+        return super().push(token_id)
+
+
+@wrong("A.4", "pass for a header without markers")
+class HeaderOfOnePart(HarmonyParser):
+    def push(self, token_id):
+        inside = self.message is not None
+        deltas = super().push(token_id)
+        if inside and self._markers.get(token_id) in ("<|start|>", "<|channel|>"):
+            self._header = self._header[-1:]
+        return deltas
+
+
+@wrong("A.4", "are no content")
+class StrayWordsShown(HarmonyParser):
+    def push(self, token_id):
+        if self.message is None and self._markers.get(token_id) == "<|message|>":
+            header, content = split_header(self._header_text())
+            return self._begin(message_of(header), content)
+        return super().push(token_id)
+
+
+@wrong("A.4", "no text")
+class ReservedAsText(HarmonyParser):
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self._all = tokenizer.token_bytes
+
+    def push(self, token_id):
+        known = token_id in self._tokens or token_id in self._markers
+        if self.message is not None and not known:
+            return self._add(self._all(token_id).decode())
+        return super().push(token_id)
+
+
+@wrong("A.4", "not later")
+class OnlyAtTheEnd(HarmonyParser):
+    def push(self, token_id):
+        if self.message is None or token_id not in self._tokens:
+            return super().push(token_id)
+        self._decoder._pending += self._tokens[token_id]
+        return []
+
+    def finish(self):
+        held, self._decoder._pending = self._decoder._pending, b""
+        return self._add(held.decode(errors="replace")) + super().finish()
+
+
+@wrong("A.4", "at most one delta")
+class ADeltaACharacter(HarmonyParser):
+    def push(self, token_id):
+        deltas = super().push(token_id)
+        return [replace(d, text=c) for d in deltas for c in d.text or [""]]
+
+
+@wrong("A.4", "returns a list")
+class NoneForNothing(HarmonyParser):
+    def push(self, token_id):
+        return super().push(token_id) or None
+
+
+@wrong("A.4", "nothing may raise")
+class Strict(HarmonyParser):
+    def push(self, token_id):
+        if self.message is None and self._markers.get(token_id) in ENDS:
+            raise ValueError("an end in a header")
+        return super().push(token_id)
+
+
+@wrong("A.4", "announced")
+class SilentCalls(HarmonyParser):
+    def push(self, token_id):
+        return [delta for delta in super().push(token_id) if delta.text]
+
+
+@wrong("A.4", "the author comes")
+class LosesTheAuthor(HarmonyParser):
+    def finish(self):
+        deltas = super().finish()
+        lost = {"role": "assistant", "name": None}
+        self.messages[:] = [replace(message, **lost) for message in self.messages]
+        return deltas
