@@ -648,6 +648,31 @@ def test_a_body_that_is_not_said_to_be_json(served: Served) -> None:
     assert answer.status_code == 415
 
 
+def test_a_body_is_read_if_it_can_be(served: Served) -> None:
+    """Windows marks files as UTF-8, and agents cut texts inside of a character."""
+
+    def asked(text: bytes) -> list[int]:
+        raw = b'{"prompt": "%b", "max_tokens": 1, "return_token_ids": true}' % text
+        if text == b"marked":
+            raw = b"\xef\xbb\xbf" + raw
+        headers = {"content-type": "application/json; charset=utf-8, application/json"}
+        answer = served.client.post(COMPLETE, content=raw, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["prompt_token_ids"]
+
+    encode = served.service.llm.tokenizer.encode
+    assert asked(b"marked") == encode("marked")
+    cut, whole = b"\\ud83d", b"\\ud83d\\ude00"
+    assert asked(b"a" + cut + b"\\n" + whole + cut) == encode(
+        "a\ufffd\n\U0001f600\ufffd"
+    )
+    assert asked(b"\\\\ud83d" + b"\\ude00" + b"b") == encode("\\ud83d\ufffdb")
+    raw = '{"prompt": "é"}'.encode("latin-1")
+    headers = {"content-type": "application/json"}
+    answer = served.client.post(COMPLETE, content=raw, headers=headers)
+    assert answer.status_code == 400 and "not JSON in UTF-8" in answer.text
+
+
 def test_arguments_that_are_nested_too_deep(served: Served) -> None:
     """Deeper than Python's own JSON can write them."""
     raw = b'{"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": '
@@ -750,6 +775,43 @@ def test_paths_and_methods(served: Served) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (404, "model")
     assert error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", CHAT),
+        ("/v1/v1/chat/completions", CHAT),
+        ("/v1//chat/completions/", CHAT),
+        ("/openai/v1/chat/completions", CHAT),
+        ("/completions", COMPLETE),
+        ("/responses", "/v1/responses"),
+        ("/messages", "/v1/messages"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+def test_paths_as_clients_make_them_of_a_base_url(
+    served: Served, path: str, meant: str
+) -> None:
+    """It may lack the "/v1", or have it although the client adds it; or a slash."""
+    answer = served.post(path, {"prompt": {}, "messages": 5, "input": 5})
+    same = served.post(meant, {"prompt": {}, "messages": 5, "input": 5})
+    assert answer.status_code == same.status_code == 400
+    assert answer.json() == same.json()
+
+
+def test_paths_of_a_base_url_that_are_asked_for(served: Served) -> None:
+    known = served.client.get("/v1/models").json()
+    for path in ("/models", "/models/?", "/v1/models/", "/api/v1/models"):
+        assert served.client.get(path).json() == known
+    assert served.client.get("/models/alias").json()["id"] == "alias"
+    assert served.client.get("/v1/health").status_code == 200
+    for path in ("/v1", "/v1/", "/api/tags", "/v1/chat", "/v1/v1"):
+        answer = served.client.get(path)
+        assert answer.status_code == 404 and "/v1/models" in answer.text
+    with serving(served.service.llm, key="k") as other:
+        assert other.client.get("/v1/health/").status_code == 200
+        assert other.client.get("/models//").status_code == 401
 
 
 def test_request_ids_go_through(served: Served) -> None:

@@ -331,3 +331,29 @@ def test_a_body_that_does_not_come(served: Served) -> None:
             client.sendall(head.encode())
             answer = everything(client)
     assert answer.startswith(b"HTTP/1.1 408") and b"did not come within" in answer
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_offer_of_another_protocol(
+    served: Served, chunked: bool, apart: bool
+) -> None:
+    """Java's HttpClient makes it with each request; so does curl with --http2."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    size = b"content-length: %d" % len(body)
+    if chunked:
+        size = b"transfer-encoding: chunked"
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    head = b"POST /v1/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+    head += b"Host: x\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n%b\r\n" % size
+    head += b"Content-Type: application/json\r\n\r\n"
+    last = head.replace(b"Upgrade,", b"close,")
+    with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as client:
+        for one in (head, last):  # the second on the same connection
+            parts = [one[:70], one[70:], body] if apart else [one + body]
+            for part in parts:
+                client.sendall(part)
+                time.sleep(0.05 * apart)
+        answers = everything(client)
+    assert answers.count(b"HTTP/1.1 200") == 2
+    assert answers.count(b'"completion_tokens":2') == 2

@@ -15,7 +15,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HTTPRequest
-from starlette.routing import Route, Router
+from starlette.routing import Route, Router, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simplellm.server import page
@@ -65,8 +65,10 @@ class RequestMiddleware:
         self.app, self.service = app, service
         self.open = {e.path for e in endpoints if e.open}
         self.forms = {e.path: e.form for e in endpoints}
+        self.paths = [compile_path(path)[0] for path in self.forms]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = {**scope, "path": self.meant(scope["path"])}
         request = HTTPRequest(scope)
         call = Call(self.service, request, request_id(request))
         scope["call"] = call
@@ -102,6 +104,20 @@ class RequestMiddleware:
             self.service.running -= 1
             self.log(call, status, time.monotonic() - start)
 
+    def meant(self, path: str) -> str:
+        """The path that we know of those that clients make of their base URL.
+
+        It may lack the "/v1" or have it twice, and slashes, too.
+        """
+        if path in self.forms:
+            return path
+        plain = re.sub("/+", "/", path).rstrip("/") or "/"
+        bare = plain.rpartition("/v1/")[2].removeprefix("/")
+        for one in (plain, f"/v1/{bare}", f"/{bare}"):
+            if any(known.match(one) for known in self.paths):
+                return one
+        return path
+
     def check_key(self, request: HTTPRequest) -> None:
         """Raise APIError unless the request may pass."""
         if self.service.key is None or request.url.path in self.open:
@@ -122,7 +138,8 @@ class RequestMiddleware:
         if isinstance(error, HTTPException):  # from routing
             path = call.request.url.path
             allowed = (error.headers or {}).get("Allow", "")
-            message = f"there is no {short(path)}; /docs shows what there is"
+            expected = "expected OpenAI's paths or Anthropic's, as /v1/models"
+            message = f"there is no {short(path)}; {expected}: /docs shows them"
             if error.status_code == 405:
                 message = f"{path} takes {allowed}, not {call.request.method}"
             code = ROUTING.get(error.status_code)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -26,12 +27,32 @@ FLUSH_SECONDS = 2
 HEAD_SECONDS = 30
 
 
+class RequestParser(httptools.HttpRequestParser):
+    """Reads requests, and begins anew behind one that offers another protocol."""
+
+    def __init__(self, connection: "TimelyConnection") -> None:
+        super().__init__(connection)
+        self.connection = connection
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self.connection.upgrades:
+                raise
+            self.connection.read_again(data[upgrade.args[0] :])
+
+
 class TimelyConnection(HttpToolsProtocol):
     """A connection that is closed unless the head of a request comes in time.
 
     Uvicorn's own limit is one between requests: it begins with the end of an answer and
     ends with any byte, so that a connection could stay silent from the beginning, or in
     the middle of a head, forever. A body's time is the endpoint's concern.
+
+    A request may offer to go on in another protocol, as Java's client does with each:
+    "Upgrade: h2c". Who doesn't want to answers it as it is. Uvicorn would answer it
+    without its body, since the parser ends at the head.
     """
 
     seconds: float = HEAD_SECONDS
@@ -39,7 +60,29 @@ class TimelyConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser = RequestParser(self)
         self.watch()
+
+    @property
+    def upgrades(self) -> bool:
+        """Whether the request being read offers another protocol."""
+        offers = any(name == b"upgrade" for name, _ in self.headers)
+        return offers and self.parser.should_upgrade()
+
+    def on_headers_complete(self) -> None:
+        if not self.upgrades:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.upgrades:
+            super().on_message_complete()
+
+    def read_again(self, rest: bytes) -> None:
+        """Read the head again without its offer, and then ``rest``, what follows it."""
+        lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
+        lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        self.parser = RequestParser(self)
+        self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

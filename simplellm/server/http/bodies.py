@@ -592,13 +592,40 @@ def refuse(name: str, entry: Unsupported | None) -> None:
     raise APIError(400, message, param=name, code="unsupported_parameter")
 
 
+# In JSON: an escaped backslash, a pair of surrogates, or one alone.
+SURROGATES = re.compile(
+    rb"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<alone>\\u[dD][89a-fA-F]..)"
+)
+
+
 def parse_json(raw: bytes) -> Any:
-    """What a body says. Raises APIError."""
+    """What a body says. Raises APIError.
+
+    A text may have been cut between the halves of a character: one alone is taken for
+    U+FFFD. And a file may begin with a mark that it is UTF-8.
+    """
     try:
         return orjson.loads(raw)
     except ValueError as error:
-        message = f"the body is not JSON: {error}"
+        wrong = error
+    mended = SURROGATES.sub(
+        lambda found: b"\\ufffd" if found["alone"] else found[0],
+        raw.removeprefix(b"\xef\xbb\xbf"),
+    )
+    try:
+        return orjson.loads(mended)
+    except ValueError:
+        utf8 = "" if is_utf8(raw) else " in UTF-8"
+        message = f"the body is not JSON{utf8}: {wrong}"
         raise APIError(400, message, code="invalid_json") from None
+
+
+def is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def checked_samples(requests: list[RequestSpec], n: int) -> list[RequestSpec]:

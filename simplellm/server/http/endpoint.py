@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+import re
 import time
 import uuid
 import zlib
@@ -307,7 +308,8 @@ def new_id(kind: str) -> str:
 
 async def body_of(request: HTTPRequest, seconds: float) -> bytes:
     """The body of a request that is JSON and not too long; it may take ``seconds``."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    given = request.headers.get("content-type", "")
+    kind = re.split("[;,]", given)[0].strip().lower()  # some send it twice
     # A page of another site can send anything else without asking the browser first.
     if kind != "application/json":
         message = f"the content-type is {short(kind)}; expected application/json"
