@@ -96,13 +96,13 @@ class Nodes:
         return found
 
     def computed(self, body: dict[str, Any]) -> list[str]:
-        """The replicas that have had all beginnings of a body's prompt."""
+        """The replicas that have had all prefixes of a body's prompt."""
         from ray import serve
 
-        from simplellm.server.cluster.ingress import beginnings
+        from simplellm.server.cluster.ingress import prefix_digests
 
-        digests = beginnings(json.dumps(body).encode())
-        shared = serve.get_deployment_handle("Shared", "default")
+        digests = prefix_digests(json.dumps(body).encode())
+        shared = serve.get_deployment_handle("SharedState", "default")
         matches = shared.match.remote(digests).result(timeout_s=30)
         return [name for name, count in matches.items() if count == len(digests) > 0]
 

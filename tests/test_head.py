@@ -241,7 +241,7 @@ def test_a_step_without_drafts_is_one_of_an_engine_without_them(
         if config.speculative:
             speculator = engine.scheduler.speculator
             speculator.seconds = 0.0  # all drafts are free, so that they are tried
-            while speculator.pause.left != 20:
+            while speculator.backoff.left != 20:
                 engine.step()
         while any(r.num_output < 10 for r in asked):
             engine.step()

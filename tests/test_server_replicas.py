@@ -164,7 +164,7 @@ def test_the_longest_beginning_counts_if_it_is_half_of_the_prompt() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short beginnings are kept for longer than the long ones behind them."""
+    """Short prefixes are kept for longer than the long ones behind them."""
     monkeypatch.setattr(prefixes, "MOST_PREFIXES", 5)
     slot = ReplicaSlot(spawn)
     for number in (1, 2):

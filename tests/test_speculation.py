@@ -166,7 +166,7 @@ def slowdown(
         asked = [Request([1], 10**6, request_id=number) for number in range(batch)]
         seconds, tokens, ahead = 0.0, 0, 0
         for step in range(count):
-            if not speculator.rests(batch):
+            if not speculator.backs_off(batch):
                 for one in asked if ahead else ():
                     drafts = [100] * ahead
                     speculator.receive(one, len(one.tokens), one.tokens[-1], drafts)

@@ -10,7 +10,7 @@ from simplellm.base.request import Request
 
 @dataclass(eq=False)
 class DraftPosition:
-    """A request as it would be if drafts were its next tokens: a place to sample at."""
+    """A request as it would be if drafts were its next tokens: sampled after them."""
 
     request: Request
     drafts: Sequence[int]  # at least one

@@ -71,7 +71,7 @@ class Request:
     finish_reason: str | None = None
     # Guesses of its next tokens, which the step under way checks: until then it waits.
     drafts: Sequence[int] = ()
-    draft_counts: tuple[tuple[int, int], ...] = ()  # by place: checked, and right
+    draft_counts: tuple[tuple[int, int], ...] = ()  # by position: checked, and right
     last_token_time: float | None = None  # when its latest token came
     # What has to come next by its grammar, whatever is sampled.
     forced: list[int] = field(default_factory=list)

@@ -295,8 +295,8 @@ class ShardedSource:
                 cuts.append(as_contiguous(part))
                 continue
             if part.shape[axis] == whole:  # several parts in one
-                places = zip(starts, ranges, strict=False)
-                moved = [range(s + r.start, s + r.stop) for s, r in places]
+                shifts = zip(starts, ranges, strict=False)
+                moved = [range(s + r.start, s + r.stop) for s, r in shifts]
             else:
                 moved = [ranges[number % len(ranges)]]
             pieces = [narrowed(part, axis, one) for one in moved]

@@ -19,7 +19,7 @@ def accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
 def acceptance(drafts: Sequence[int], came: Sequence[int]) -> tuple[int, int]:
     """How many of ``drafts`` were right, and of how many that is known.
 
-    ``came`` are the tokens that did come in their places, perhaps fewer, perhaps more.
+    ``came`` are the tokens that did come at these positions, perhaps fewer or more.
     A draft counts if all drafts before it were right.
     """
     right = 0
@@ -45,9 +45,9 @@ def worthwhile(
     """
     survival = sorted(
         (
-            (chance**place, -row)
+            (chance**position, -row)
             for row, chance in enumerate(chances)
-            for place in range(1, offered[row] + 1)
+            for position in range(1, offered[row] + 1)
         ),
         reverse=True,
     )[:room]

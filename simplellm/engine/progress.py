@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 BUSY = {"R", "D"}  # states of threads: they run or could, or wait for a disk
-LITTLE = 1  # ticks of a processor between two looks that are nothing
+IDLE_TICKS = 1  # of a processor, between two checks of a process that does nothing
 
 
 class Progress:
@@ -35,7 +35,7 @@ class Progress:
         return number
 
     def advance(self, rank: int) -> None:
-        """Process ``rank`` has come to the next such place."""
+        """Process ``rank`` has come to where it waits once more."""
         self.counts[rank] += 1
 
     def is_late(self, rank: int) -> bool:
@@ -43,30 +43,34 @@ class Progress:
         return self.counts[rank] < self.counts[0]
 
 
-class Stillness:
-    """For how many looks in a row process ``pid`` has been late and done nothing."""
+class StallDetector:
+    """Counts the checks at which process ``pid`` is late and has done nothing."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.looks, self.ticks, self.count = pid, 0, 0, -1
+        self.pid, self.idle_checks, self.ticks, self.count = pid, 0, 0, -1
 
-    def look(self, late: bool, count: int) -> int:
-        """Look again, if it is ``late`` and no further than ``count``; how often so."""
+    def check(self, late: bool, count: int) -> int:
+        """Check once more. Returns how many such checks there were in a row.
+
+        The process is ``late`` or not, and has come ``count`` times to where it waits.
+        """
         if not late or count != self.count:
-            self.looks, self.ticks, self.count = 0, 0, count
+            self.idle_checks, self.ticks, self.count = 0, 0, count
             return 0
         ticks, busy = activity(self.pid)
-        if busy or ticks - self.ticks > LITTLE:
-            self.looks = 0
+        if busy or ticks - self.ticks > IDLE_TICKS:
+            self.idle_checks = 0
         else:
-            self.looks += 1
+            self.idle_checks += 1
         self.ticks = ticks
-        return self.looks
+        return self.idle_checks
 
 
 def activity(pid: int) -> tuple[int, bool]:
-    """What a process and those that it has started do, as Linux tells.
+    """What a process and its children have done, by /proc.
 
-    Ticks of a processor that they have used, and whether one of their threads is BUSY.
+    The ticks of a processor that they have used, and whether one of their threads is
+    BUSY.
     """
     ticks, busy = 0, False
     for each in with_children(pid):

@@ -35,7 +35,7 @@ from simplellm.base.transfer import pinned
 from simplellm.checkpoint.sharding import OPTION, Shard, ShardedSource, check_shards
 from simplellm.checkpoint.source import Source
 from simplellm.engine.graphs import CaptureShape
-from simplellm.engine.progress import Progress, Stillness
+from simplellm.engine.progress import Progress, StallDetector
 from simplellm.engine.sampler import SamplingTensors
 from simplellm.model.machine import dtype_name
 from simplellm.model.ops import Ops
@@ -346,14 +346,14 @@ class Leader(TensorParallel):
 
     def _watch(self) -> None:
         """Until all is over, or a rank ends or is late: then nothing waits for it."""
-        still = [Stillness(process.pid) for process in self.processes]
+        detectors = [StallDetector(process.pid) for process in self.processes]
         while not self.closed and not self.aborted:
             since = self.since
             if any(process.poll() is not None for process in self.processes):
                 self.aborted = "a rank has ended"
             elif since is not None and time.monotonic() - since > REPLY_SECONDS:
                 self.aborted = f"a step has timed out, after {REPLY_SECONDS:.0f} s"
-            elif (rank := self._hanging(still)) is not None:
+            elif (rank := self._hung_rank(detectors)) is not None:
                 self.hung = f"rank {rank} hangs: the others wait for it, and it has "
                 self.hung += f"done nothing for {HANG_SECONDS:.0f} s"
                 self.aborted = self.hung
@@ -364,16 +364,16 @@ class Leader(TensorParallel):
             self._abort()
             self.wake()
 
-    def _hanging(self, still: Sequence[Stillness]) -> int | None:
-        """A rank that hangs, if one does, by looking from time to time.
+    def _hung_rank(self, detectors: Sequence[StallDetector]) -> int | None:
+        """A rank that hangs, if one does; called every POLL_SECONDS.
 
         One that loads may do nothing for longer: files may come from far away.
         """
-        for rank, one in enumerate(still, 1):
+        for rank, detector in enumerate(detectors, 1):
             loads = rank == self.loading_rank
             late = loads or self.progress.is_late(rank)
-            looks = one.look(late, self.progress.counts[rank])
-            if looks * POLL_SECONDS >= (LOAD_SECONDS if loads else HANG_SECONDS):
+            checks = detector.check(late, self.progress.counts[rank])
+            if checks * POLL_SECONDS >= (LOAD_SECONDS if loads else HANG_SECONDS):
                 return rank
         return None
 

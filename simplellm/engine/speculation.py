@@ -1,11 +1,11 @@
 """How many drafts a step checks: those that are worth what they cost.
 
 A draft is a guess of a token that has not been sampled yet. A step computes the last
-token of a request and drafts after it, and samples at each of their places. A draft
-that is the token sampled at its place was right, and the step has given one token more;
-the first wrong one and those after it are dropped. What is sampled is what would have
-been without drafts, whatever they are (Daliri, Musco, Suresh 2024): noise is a function
-of seed, step and token.
+token of a request and drafts after it, and samples at each of these positions. A draft
+that equals the token sampled at its position was right, and the step has given one
+token more; the first wrong one and those after it are dropped. What is sampled is what
+would have been without drafts, whatever they are (Daliri, Musco, Suresh 2024): noise is
+a function of seed, step and token.
 """
 
 import time
@@ -26,11 +26,11 @@ from simplellm.engine.suffix import SuffixDrafter
 
 LONGEST_DRAFT = 16  # tokens, where the number is chosen
 DECAY = 0.9  # of earlier drafts' weight, at each new guess
-FADE = 0.5  # the same, each time that drafting is given up for a while
-DOUBT = 0.001  # chance of so many wrong drafts in a row, below which that's done
-PAUSES = 8, 512  # steps that the first one takes, and the longest
-LONGER = 4  # times as long is each pause as the one before
-AWARE = 2  # of them, the last ones, in which the time of steps is noted
+FADE = 0.5  # the same, each time that drafting backs off
+SIGNIFICANCE = 0.001  # likelihood of so many wrong drafts below which that's done
+BACKOFF_STEPS = 8, 512  # steps that the first backoff takes, and the longest
+BACKOFF_FACTOR = 4  # times as long is each backoff as the one before
+TIMED_STEPS = 2  # the last ones of a backoff, in which the time of steps is noted
 MOST_INTERVAL = 1.0  # seconds between steps that follow one another
 PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
 PRIOR_WEIGHT = 2.0  # in drafts
@@ -126,45 +126,49 @@ class Overhead:
 
 
 @dataclass
-class Pause:
-    """For how many steps nobody drafts: after wrong drafts, for longer and longer.
+class DraftBackoff:
+    """For how many steps nobody drafts: an exponential backoff from wrong drafts.
 
-    Steps are counted whose drafts were all wrong, one after the other, by how likely
-    that is if drafts are as good as was thought before the first of them.
+    It begins when so many steps in a row had only wrong drafts that this is unlikely,
+    if drafts are as good as was thought before the first of these steps.
     """
 
     left: int = 0  # steps
-    next: int = PAUSES[0]  # steps of the next one
+    next: int = BACKOFF_STEPS[0]  # steps of the next backoff
     requests: int = 0  # that ran when it began
-    doubt: float = 4 * DOUBT  # how likely so many are; the first ones have no credit
-    believed: float | None = None  # chance of a draft, before them
+    # Of so many wrong drafts in a row. The first ones have no credit.
+    likelihood: float = 4 * SIGNIFICANCE
+    prior_chance: float | None = None  # that a draft is right, before them
     right: bool = False  # whether any was, of those of this step
     wrong: int = 0  # requests of this step whose first draft was not
 
     def learn(self, right: int, tried: int, chance: float) -> None:
-        """Of a request, ``right`` drafts of those ``tried`` were right."""
+        """Count a request of this step: of ``tried`` drafts ``right`` were right."""
         self.right = self.right or right > 0
         self.wrong += tried > right == 0
-        if self.believed is None:
-            self.believed = chance
+        if self.prior_chance is None:
+            self.prior_chance = chance
 
-    def due(self) -> bool:
-        """Whether it's time for a pause, now that all of a step's drafts are known."""
+    def end_step(self) -> bool:
+        """End a step, all of whose requests were counted. Whether to back off now."""
         if self.right:
-            self.doubt, self.believed = 1.0, None
-            self.next = max(self.next // LONGER, PAUSES[0])
-        elif self.wrong and self.believed is not None:
-            self.doubt *= (1 - self.believed) ** self.wrong
+            self.likelihood, self.prior_chance = 1.0, None
+            self.next = max(self.next // BACKOFF_FACTOR, BACKOFF_STEPS[0])
+        elif self.wrong and self.prior_chance is not None:
+            self.likelihood *= (1 - self.prior_chance) ** self.wrong
         self.right, self.wrong = False, 0
-        return self.doubt < DOUBT
+        return self.likelihood < SIGNIFICANCE
 
     def begin(self) -> None:
-        """After it, one more wrong draft is enough for the next."""
+        """Back off. After that, one more wrong draft is enough for the next backoff."""
         self.left, self.requests = self.next, 0
-        self.next, self.doubt = min(LONGER * self.next, PAUSES[1]), DOUBT
+        self.next, self.likelihood = (
+            min(BACKOFF_FACTOR * self.next, BACKOFF_STEPS[1]),
+            SIGNIFICANCE,
+        )
 
     def pass_step(self, requests: int) -> None:
-        """A step passes, of so many; of twice or half as many all may be different."""
+        """Count a step of so many requests; twice or half as many end the backoff."""
         self.requests = self.requests or requests
         same = self.requests < 2 * requests < 4 * self.requests
         self.left = max(self.left - 1, 0) if same else 0
@@ -210,7 +214,7 @@ class Speculator:
             proposer.deliver = self.receive
         self.draft_states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
         self.rates: dict[int, AcceptanceRate] = {}  # all requests', by confidence
-        self.pause = Pause()
+        self.backoff = DraftBackoff()
         # Of steps without drafts, which may overlap, and of those with some.
         self.overheads = Overhead(), Overhead()
         self.drafts = 0  # times that a step has checked some
@@ -247,7 +251,7 @@ class Speculator:
             return state
         if state.drafts:
             right, tried = acceptance(state.drafts, tokens[state.length :])
-            self.pause.learn(right, tried, self._chance(state))
+            self.backoff.learn(right, tried, self._chance(state))
             for rate in (state.rate, self._shared_rate(state.confidence)):
                 rate.learn(right, tried)
         state.length = len(tokens)
@@ -272,8 +276,8 @@ class Speculator:
         """
         if self.proposer is None:
             return 0
-        self.proposer.count = 0 if self.pause.left else self.most
-        if self.costs is not None and requests and not self.pause.left:
+        self.proposer.count = 0 if self.backoff.left else self.most
+        if self.costs is not None and requests and not self.backoff.left:
             states = [self._state_of(request) for request in requests]
             offered = [self.most] * len(states)
             counts = self._counts(states, offered, len(states), room)
@@ -284,21 +288,21 @@ class Speculator:
 
     def _give_up(self) -> None:
         """Make no drafts for a while, and then think better of them."""
-        self.pause.begin()
+        self.backoff.begin()
         if self.proposer is not None:
             self.proposer.count = 0
         states = self.draft_states.values()
         for rate in (*self.rates.values(), *(state.rate for state in states)):
             rate.fade()
 
-    def rests(self, requests: int) -> bool:
-        """Whether the step that comes has nothing to do with drafts.
+    def backs_off(self, requests: int) -> bool:
+        """Whether the next step, of so many requests, has nothing to do with drafts.
 
-        It has ``requests``. Before a pause ends, what steps take is noted again.
+        Counts it as one of the backoff. In the last ones steps are timed again.
         """
-        if self.pause.left:
-            self.pause.pass_step(requests)
-        return self.pause.left >= AWARE
+        if self.backoff.left:
+            self.backoff.pass_step(requests)
+        return self.backoff.left >= TIMED_STEPS
 
     def count(self, checked: int, right: int) -> None:
         """A step has checked so many drafts of a request, of which these were right."""
@@ -354,14 +358,14 @@ class Speculator:
         offered: list[int] = []
         for request in requests:
             left = max(request.max_tokens - request.num_output - 1, 0)
-            if left == 0 or self.pause.left or request.tokens[-1] == UNKNOWN:
+            if left == 0 or self.backoff.left or request.tokens[-1] == UNKNOWN:
                 states.append(None)
                 offered.append(0)
                 continue
             state = self._update(request, request.tokens)
             states.append(state)
             offered.append(min(len(state.drafts), left))
-        if self.costs is not None and not self.pause.left and self.pause.due():
+        if self.costs is not None and not self.backoff.left and self.backoff.end_step():
             self._give_up()
             return [[] for _ in requests]
         drafts: list[list[int]] = []
@@ -433,14 +437,14 @@ class SpeculativeScheduler(Scheduler):
         """Whether a running request can have a part in the step."""
         if request.drafts or not super()._ready(request, busy):
             return False
-        return self.speculator.pause.left > 0 or not self.speculator.waits(request)
+        return self.speculator.backoff.left > 0 or not self.speculator.waits(request)
 
     def schedule(self) -> list[ScheduledChunk]:
         """What to compute now: decodes without drafts, with them, then prompts.
 
         Nobody is preempted for a draft.
         """
-        if self.speculator.rests(len(self.running)):
+        if self.speculator.backs_off(len(self.running)):
             self._last = (0.0, None)
             return super().schedule()
         scheduled = super().schedule()
@@ -501,7 +505,7 @@ class SpeculativeScheduler(Scheduler):
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
         """Book the results of a step: of drafts, the right ones and one token more."""
-        if self.speculator.pause.left < AWARE:
+        if self.speculator.backoff.left < TIMED_STEPS:
             self._note_interval(scheduled)
         if not has_drafts(scheduled):
             return super().update_from_output(scheduled, tokens)

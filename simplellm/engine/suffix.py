@@ -16,7 +16,7 @@ class SuffixAutomaton:
     """All substrings of a text that grows token by token (Blumer et al. 1985).
 
     It has at most two states for each token, and a token takes constant time, taken
-    over all of them. A state stands for the substrings that end at the same places.
+    over all of them. A state stands for the substrings with the same end positions.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class SuffixAutomaton:
         """The longest end of the text that stands earlier in it.
 
         How many tokens it has, and after how many tokens of the text it ended there:
-        the latest such place that was asked for.
+        the latest such end that was asked for.
         """
         state = self.link[self.last]
         if state <= 0:

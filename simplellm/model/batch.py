@@ -51,8 +51,8 @@ class KVGroup:
 class Batch:
     """The input of every forward pass: views of one flat int32 array.
 
-    One array is one copy to the GPU, always to the same place, so that a captured graph
-    finds it there; it is also all that another process would have to be sent.
+    One array is one copy to the GPU, always to the same address, where a captured graph
+    finds it; it is also all that another process would have to be sent.
     """
 
     tokens: Tensor  # int32 [T]; -1 - i stands for token i that the step before samples

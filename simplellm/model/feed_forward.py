@@ -90,13 +90,13 @@ def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
         if len(pair_ids) == 0 or expert not in mlp.held:
             continue
         tokens = pair_ids // mlp.top_k  # [n], each at most once
-        place = expert - mlp.first
+        local = expert - mlp.first
         first_bias, second_bias = (
-            None if bias is None else bias[place]
+            None if bias is None else bias[local]
             for bias in (mlp.gate_up_bias, mlp.down_bias)
         )
-        gate_up = linear(x[tokens], mlp.gate_up[place], first_bias)
+        gate_up = linear(x[tokens], mlp.gate_up[local], first_bias)
         hidden = activated(gate_up, mlp)  # [n, I]
-        y = linear(hidden, mlp.down[place], second_bias)
+        y = linear(hidden, mlp.down[local], second_bias)
         out.index_add_(0, tokens, y * scores.flatten()[pair_ids, None])
     return out

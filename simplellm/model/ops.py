@@ -113,9 +113,9 @@ def rope_and_cache(
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     k_scale, v_scale = attn.kv_scales
     real = slots >= 0
-    pages, places = slots[real] // keys.shape[1], slots[real] % keys.shape[1]
+    pages, offsets = slots[real] // keys.shape[1], slots[real] % keys.shape[1]
     for cache, rows in ((keys, k * (1 / k_scale)), (values, v * (1 / v_scale))):
-        cache[pages, places] = rounded(rows[real], cache.dtype)
+        cache[pages, offsets] = rounded(rows[real], cache.dtype)
     return (q * k_scale).to(attn.dtype or keys.dtype)
 
 

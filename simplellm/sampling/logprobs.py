@@ -40,7 +40,7 @@ class PromptTargets(NamedTuple):
     """The tokens of a prompt that come next after some rows of a step."""
 
     request: Any  # a Request; None where these are not known, on other ranks
-    first: int  # the place of its first token
+    first: int  # the position of its first token
     row: int  # the first of the rows
     tokens: Tensor  # int64 [N]
     most: int  # alternatives that are wanted

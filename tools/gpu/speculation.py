@@ -43,7 +43,7 @@ from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
 from simplellm.engine.engine import Engine
 from simplellm.engine.speculation import (
-    Pause,
+    DraftBackoff,
     SpeculativeScheduler,
     Speculator,
     StepCosts,
@@ -162,7 +162,7 @@ class Run:
         assert isinstance(scheduler, SpeculativeScheduler)
         self.speculator: Speculator = scheduler.speculator
         self.most, self.costs = self.speculator.most, self.speculator.costs
-        self.known: dict[str, tuple[Any, Pause]] = {}  # of drafts, by way
+        self.known: dict[str, tuple[Any, DraftBackoff]] = {}  # of drafts, by way
         for engine in (self.plain, self.drafting):
             engine.start()
 
@@ -171,7 +171,9 @@ class Run:
         speculator, fixed = self.speculator, name == "three"
         speculator.costs = None if fixed else self.costs
         speculator.most = DRAFTS if fixed else self.most
-        speculator.rates, speculator.pause = self.known.setdefault(name, ({}, Pause()))
+        speculator.rates, speculator.backoff = self.known.setdefault(
+            name, ({}, DraftBackoff())
+        )
         self.coin.chance = 0.0 if name == "wrong" else chance_of(self.args.length)
         engine = self.plain if name == "none" else self.drafting
         before = speculator.drafts, sum(speculator.accepted.values())

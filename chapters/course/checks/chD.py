@@ -49,9 +49,9 @@ def followed(tokens, most):
         if n >= len(tokens):
             continue
         last = " ".join(map(str, ["", *tokens[-n:], ""]))
-        place = text.rfind(last, 0, len(text) - 1)
-        if place >= 0:
-            end = text[: place + 1].count(" ") - 1 + n
+        index = text.rfind(last, 0, len(text) - 1)
+        if index >= 0:
+            end = text[: index + 1].count(" ") - 1 + n
             return tokens[end : end + most], n
     return [], 0
 
@@ -117,7 +117,7 @@ def check_acceptance(acceptance):
 def speed(counts, chances, computed, cost):
     """Tokens a second with so many drafts of each request."""
     tokens = sum(
-        sum(chance**place for place in range(count + 1))
+        sum(chance**position for position in range(count + 1))
         for count, chance in zip(counts, chances, strict=True)
     )
     return tokens / cost(computed + sum(counts))

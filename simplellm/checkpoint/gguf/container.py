@@ -57,7 +57,7 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GGUFTensor(NamedTuple):
-    """A tensor's place in the file; the last side of its ``shape`` is contiguous."""
+    """Where a tensor lies in the file; the last side of its ``shape`` is contiguous."""
 
     name: str
     type: str  # a name of TYPES

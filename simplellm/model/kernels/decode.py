@@ -1,7 +1,7 @@
 """Attention of one new token of each sequence over the pages of a cache.
 
 B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K heads a
-group, D head_dim. Places and units are those of `simplellm.model.kernels.softmax`.
+group, D head_dim. Positions and units are those of `simplellm.model.kernels.softmax`.
 """
 
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ def divide(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first place that is seen, the end of all shares, a share, how many have keys.
+    """The first position seen, the end of all shares, a share, how many have keys.
 
     How a sequence is split depends on its own length alone.
     """

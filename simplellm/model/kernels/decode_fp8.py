@@ -116,8 +116,12 @@ def numbers_of(bits):
 
 
 @triton.jit
-def weigh_tile(logits, top, total, scale):
-    """The first half of `softmax_update`: how much old and new keys count."""
+def softmax_weights(logits, top, total, scale):
+    """The first half of `softmax_update`.
+
+    Returns the new top and total, the tile's weights [M, N], and the factor [M, 1] by
+    which older ones shrink.
+    """
     new_top = tl.maximum(top, tl.max(logits, 1) * scale)
     weights = tl.exp2(logits * scale - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -125,8 +129,8 @@ def weigh_tile(logits, top, total, scale):
 
 
 @triton.jit
-def weigh_newest(q0, q1, k, there, top, total, scale, PTX: tl.constexpr):
-    """The same of the newest key alone, as in `take_newest`."""
+def newest_softmax_weight(q0, q1, k, there, top, total, scale, PTX: tl.constexpr):
+    """The new top, the new total and the weight of the newest key, as `take_newest`."""
     logit = tl.sum(q0.to(tl.float32) * even_columns(k, PTX).to(tl.float32), 1)
     logit += tl.sum(q1.to(tl.float32) * odd_columns(k, PTX).to(tl.float32), 1)
     logit = tl.where(there, logit * scale, NO_KEY)
@@ -211,7 +215,7 @@ def decode_fp8_kernel(
             q0 = tl.load(q_ptr + offsets, mask=cell, other=0.0)
             q1 = tl.load(q_ptr + offsets + 1, mask=cell, other=0.0)
             new, u = load_pair(keys_ptr, values_ptr, newest, is_mine, WIDTH, HALF)
-            top, total, weight = weigh_newest(
+            top, total, weight = newest_softmax_weight(
                 q0, q1, new, is_mine, top, total, scale, PTX
             )
             acc0 = weight * even_columns(u, PTX).to(tl.float32)
@@ -220,7 +224,7 @@ def decode_fp8_kernel(
         k1 = tl.trans(odd_columns(k, PTX))
         logits = tl.dot(q1, k1, logits, input_precision="ieee")
         logits = tl.where(there[None, :], logits, float("-inf"))
-        top, total, weights, shrink = weigh_tile(logits, top, total, scale)
+        top, total, weights, shrink = softmax_weights(logits, top, total, scale)
         v0, v1 = even_columns(v, PTX), odd_columns(v, PTX)
         weights = weights.to(v0.dtype)
         acc0 = tl.dot(weights, v0, acc0 * shrink, input_precision="ieee")

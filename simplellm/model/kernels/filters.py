@@ -25,7 +25,7 @@ from simplellm.sampling.filters import LAST, STEPS, WEIGHT, Filters
 
 TALLY_BLOCK = 4096  # logits a program looks at
 RANGES = tl.constexpr(256)
-RANGE_BITS = tl.constexpr(16)  # of a depth's 24, which are the place in a range
+RANGE_BITS = tl.constexpr(16)  # of a depth's 24, which are the index in a range
 RANGE_WIDTH = tl.constexpr(2**16 / STEPS)  # as a difference of scores
 BINS = tl.constexpr(4096)
 LEAST_SHIFT = tl.constexpr(4)  # BINS that are 2^4 depths wide make up a range

@@ -55,15 +55,15 @@ def find_library(capability: tuple[int, int]) -> Library | None:
 class Plan(NamedTuple):
     """What the sequences of a group read; the GPU is asked once for all layers."""
 
-    pages: Tensor  # int64 [places], of all sequences, one after the other
-    rows: Tensor  # int64 [places], in the pages
+    pages: Tensor  # int64 [keys], of all sequences, one after the other
+    rows: Tensor  # int64 [keys], in the pages
     lengths: dict[str, Any]  # as the library wants them
     first: int  # the first token's number
     stop: int
 
     @classmethod
     def of(cls, group: KVGroup) -> "Plan":
-        counts = group.lengths - group.offsets  # places of which the table names pages
+        counts = group.lengths - group.offsets  # keys whose pages the table names
         ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
         sequence = torch.arange(len(counts), device=counts.device)
         sequence = sequence.repeat_interleave(counts)

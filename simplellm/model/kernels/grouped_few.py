@@ -47,7 +47,7 @@ def few_weights(
 ):
     """TILES of ``rows`` from column FIRST on: [TILES, rows, COLUMNS].
 
-    An expert has less than 2^31 numbers: places need no wider integers.
+    An expert has less than 2^31 numbers: offsets need no wider integers.
     """
     columns = few_columns(FIRST, TILES, COLUMNS)
     inside = has_row[None, :, None] & (columns < K)[:, None, :]

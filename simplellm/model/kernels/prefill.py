@@ -1,8 +1,8 @@
 """Attention of chunks of prompts over the pages of a cache.
 
 T tokens, B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K
-heads a group, D head_dim. Heads are grouped; there may be a window, and sinks. Places
-and units are those of `simplellm.model.kernels.softmax`.
+heads a group, D head_dim. Heads are grouped; there may be a window, and sinks.
+Positions and units are those of `simplellm.model.kernels.softmax`.
 """
 
 from functools import cache
@@ -76,7 +76,7 @@ def prefill_tiles(
 
 @triton.jit
 def apply_mask(logits, keys, queries, first, clear, stop, WINDOW: tl.constexpr):
-    """-inf where a query, its place [M, 1], does not see a key, its place [1, N].
+    """-inf where a query, position [M, 1], does not see a key, position [1, N].
 
     Most tiles are seen whole, and the masks would be a fifth of the work. All queries
     see a tile that begins at ``first`` unless that is from ``clear`` on, or a window
@@ -181,7 +181,7 @@ def prefill_kernel(
         tl.store(out_ptr, nothing, mask=cell)
         return
 
-    # From a token's number among all to its place in the sequence.
+    # From a token's index among all to its position in the sequence.
     shift = tl.load(lengths_ptr + sequence) - tl.load(offsets_ptr + sequence) - end
     table_ptr = tables_ptr + sequence * stride_table
     first_query, queries = base + shift, (token + shift)[:, None]

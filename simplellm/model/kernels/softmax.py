@@ -1,7 +1,7 @@
 """What attention's kernels do tile by tile: find keys, take them in, join parts.
 
-N keys, M rows of queries, D head_dim, S parts. Logits are in units of log2. A place is
-a position counted from the first page that a table still names.
+N keys, M rows of queries, D head_dim, S parts. Logits are in units of log2. Positions
+count from the first page that a table still names.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 def find_rows(
     table_ptr,  # int32, the sequence's pages in order
     positions,  # int32 [N]
-    stop,  # places from here on have no page
+    stop,  # positions from here on have no page
     stride_page,  # numbers in a page
     ROW: tl.constexpr,  # numbers in a row
     PAGE: tl.constexpr,  # rows in a page

@@ -15,7 +15,7 @@ from simplellm.base.config import EngineConfig
 from simplellm.server.cluster.engine import EngineReplica, ModelOptions
 from simplellm.server.cluster.ingress import Ingress
 from simplellm.server.cluster.router import PrefixRouter
-from simplellm.server.cluster.shared import Shared
+from simplellm.server.cluster.shared_state import SharedState
 from simplellm.server.start import Options
 
 KEY = "SIMPLELLM_API_KEY"  # the variable that has it: arguments are shown to many
@@ -76,7 +76,7 @@ def app(arguments: Arguments) -> serve.Application:
         arguments.model, arguments.device, arguments.dtype, arguments.watchdog_timeout
     )
     shared = serve.deployment(
-        Shared,
+        SharedState,
         max_ongoing_requests=MANY,
         ray_actor_options={"num_cpus": 0, "resources": HEAD},
     ).bind()

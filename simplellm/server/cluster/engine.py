@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from simplellm.api.llm import LLM
 from simplellm.base.config import EngineConfig
 from simplellm.server.app import make_app
-from simplellm.server.cluster.shared import SharedResponses
+from simplellm.server.cluster.shared_state import SharedResponses
 from simplellm.server.http.endpoint import Service
 from simplellm.server.remote.client import RemoteEngine, load_remote
 from simplellm.server.start import Options, freeze_objects, spawn

@@ -1,4 +1,4 @@
-"""The way into the cluster: reads a request and finds out who knows it already."""
+"""The way into the cluster: reads a request and asks which replica has its prefixes."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from simplellm.server.app import ENDPOINTS
 from simplellm.server.cluster.engine import ReplicaGoneError
 from simplellm.server.cluster.router import RoutingHints
-from simplellm.server.cluster.shared import digest_of_id
+from simplellm.server.cluster.shared_state import digest_of_id
 from simplellm.server.http import sse
 from simplellm.server.http.endpoint import LARGE_BODY, as_json, body_part, check_size
 from simplellm.server.http.errors import RETRY, APIError, openai_form, unavailable
@@ -32,7 +32,7 @@ SCOPE_FIELDS = """type http_version method scheme path raw_path root_path query_
 headers client server""".split()
 # What a prompt is made of, in the order in which it comes; of any endpoint.
 PROMPT_PARTS = "tools system instructions prompt messages input".split()
-STRIDE_BYTES = 256  # between two beginnings of a prompt; some 64 tokens
+STRIDE_BYTES = 256  # between two prefixes of a prompt; some 64 tokens
 MAX_PREFIX_BYTES = 1024 * STRIDE_BYTES  # of a prompt that count
 SHARED_SECONDS = 2.0  # for hints, without which a request can go on
 ONE_RESPONSE = re.compile(r"/v1/responses/([^/]+)")
@@ -72,15 +72,15 @@ class Ingress:
             await answer(scope, receive, send)
 
     async def hints(self, path: str, body: bytes) -> RoutingHints:
-        """What is known of a request; nothing if `Shared` doesn't answer."""
+        """What is known of a request; nothing if `SharedState` doesn't answer."""
         with suppress(RayError, TimeoutError):
             async with asyncio.timeout(SHARED_SECONDS):
                 if (named := ONE_RESPONSE.match(path)) is not None:
                     return RoutingHints(owner=await self.shared.writer.remote(named[1]))
                 if len(body) > LARGE_BODY:
-                    digests = await asyncio.to_thread(beginnings, body)
+                    digests = await asyncio.to_thread(prefix_digests, body)
                 else:
-                    digests = beginnings(body)
+                    digests = prefix_digests(body)
                 if digests:
                     matches = await self.shared.match.remote(digests)
                     return RoutingHints(digests=digests, matches=matches)
@@ -124,8 +124,8 @@ class Ingress:
                 messages.cancel()  # nothing if it is over
 
 
-def beginnings(body: bytes) -> list[int]:
-    """Digests of the beginnings of a body's prompt; none if it can't be read."""
+def prefix_digests(body: bytes) -> list[int]:
+    """Digests of the prefixes of a body's prompt; none if it can't be read."""
     try:
         parsed = orjson.loads(body)
         previous = parsed.get("previous_response_id")

@@ -13,14 +13,14 @@ from simplellm.server.remote.prefixes import ranked
 class RoutingHints:
     """What an `Ingress` knows of a request. Plain data: it crosses to the replica."""
 
-    digests: list[int] = field(default_factory=list)  # of the prompt's beginnings
-    matches: dict[str, int] = field(default_factory=dict)  # computed at each replica
+    digests: list[int] = field(default_factory=list)  # of the prompt's prefixes
+    matches: dict[str, int] = field(default_factory=dict)  # of these at each replica
     owner: str | None = None  # the one replica that can answer, if it lives
     tried: list[str] = field(default_factory=list)  # replicas that could not
 
 
 class PrefixRouter(RequestRouter):
-    """Prefers the replica that has computed the beginning of a prompt."""
+    """Prefers the replica that has computed a prefix of the prompt."""
 
     async def choose_replicas(
         self,

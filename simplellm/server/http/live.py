@@ -39,7 +39,7 @@ ALIVE = b": still here\n\n"  # a comment, which readers of events skip
 def cut(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot of the engine with as many requests and pages as a screen shows.
 
-    Its tables are {place: page} for each group, without pages that are gone, and
+    Its tables are {index: page} for each group, without pages that are gone, and
     ``totals`` counts what there is in all.
     """
     pages = snapshot["pages"]
@@ -73,7 +73,7 @@ def cut(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def first_pages(table: list[int], most: int) -> dict[str, int]:
-    """The first ``most`` pages of a table that are there, by their places in it."""
+    """The first ``most`` pages of a table that are there, by their indices in it."""
     pages: dict[str, int] = {}
     for index, page in enumerate(table):
         if page >= 0:

@@ -97,7 +97,7 @@ class RemoteEngine(EngineBase):
         self.over = False  # no events will come, nor answers
         self.watchdog_timeout = watchdog_timeout
         self.steps = 0  # that have ended
-        self.still = 0.0  # seconds since one has, or since it told that none was due
+        self.stalled_seconds = 0.0  # since one has, or none was due
         self.hung = False
 
     def load(self, options: dict[str, Any]) -> None:
@@ -200,8 +200,8 @@ class RemoteEngine(EngineBase):
         """
         while not self.over:
             time.sleep(LOOK_SECONDS)
-            self.still += LOOK_SECONDS
-            if self.still > self.watchdog_timeout:
+            self.stalled_seconds += LOOK_SECONDS
+            if self.stalled_seconds > self.watchdog_timeout:
                 self.hung = True
                 self._kill()
                 return
@@ -217,7 +217,7 @@ class RemoteEngine(EngineBase):
         try:
             for frame in self.frames:
                 if frame["steps"] != self.steps or not self.open:
-                    self.steps, self.still = frame["steps"], 0.0
+                    self.steps, self.stalled_seconds = frame["steps"], 0.0
                 for data in frame["events"]:
                     event = event_of(data)
                     if event.finish_reason is not None:

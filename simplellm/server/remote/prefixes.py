@@ -1,10 +1,10 @@
-"""Which of several engines gets a prompt: the one that has computed its beginning."""
+"""Which of several engines gets a prompt: the one that has computed a prefix of it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Replica = TypeVar("Replica")
-STRIDE = 16  # tokens between two beginnings of a prompt
+STRIDE = 16  # tokens between two prefixes of a prompt
 MOST_PREFIXES = 2**17  # that are remembered of a replica, about 15 MB
 # A replica is overloaded if it has more requests than this share of those of another
 # one, and so many on top.
@@ -12,20 +12,20 @@ TOO_MUCH, MARGIN = 1.5, 8
 
 
 class Prefixes:
-    """The beginnings of prompts that an engine has had, as digests."""
+    """The prefixes of prompts that an engine has computed, as digests."""
 
     def __init__(self) -> None:
         self.digests: dict[int, None] = {}  # the latest ones last
 
     def match(self, digests: Sequence[int]) -> int:
-        """How many of the beginnings it has had, the shortest ones first."""
+        """How many of these prefixes, the shortest first, it has computed."""
         count = 0
         while count < len(digests) and digests[count] in self.digests:
             count += 1
         return count
 
     def remember(self, digests: Sequence[int]) -> None:
-        """A prompt with these came; long ones are forgotten before short."""
+        """Note a prompt with these prefixes; long ones are forgotten before short."""
         for digest in reversed(digests):
             self.digests.pop(digest, None)
             self.digests[digest] = None
@@ -34,7 +34,7 @@ class Prefixes:
 
 
 def digests_of(prompt: Sequence[int], stride: int = STRIDE) -> list[int]:
-    """A digest of each beginning that has a multiple of ``stride`` tokens, or bytes.
+    """A digest of each prefix whose length is a multiple of ``stride`` tokens or bytes.
 
     They are the same in all processes.
     """
@@ -53,7 +53,7 @@ def ranked(
 ) -> list[Replica]:
     """The replicas in the order in which a prompt should try them.
 
-    The first is the one with most of its ``total`` beginnings, if it has half of them
+    The first is the one with most of its ``total`` prefixes, if it has half of them
     and isn't overloaded; then come the least busy ones. ``loads`` are the requests of
     each. Of two that are equal the one with the smaller ``tie`` is first.
     """

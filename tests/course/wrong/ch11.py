@@ -254,8 +254,8 @@ def loads_rows_that_are_not_there(
     for first in range(0, K, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + columns, columns < K, 0.0).to(tl.float32)
-        places = rows[:, None] * K + columns[None, :]
-        weight = tl.load(weight_ptr + places, (columns < K)[None, :], 0.0)
+        offsets = rows[:, None] * K + columns[None, :]
+        weight = tl.load(weight_ptr + offsets, (columns < K)[None, :], 0.0)
         total += tl.sum(weight.to(tl.float32) * x[None, :], 1)
     tl.store(y_ptr + rows, total, rows < N)
 
@@ -430,7 +430,7 @@ def product_of(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     SUM: tl.constexpr,  # the dtype that tiles are added up in, or None for a's
-    WIDE: tl.constexpr,  # whether places have 64 bits
+    WIDE: tl.constexpr,  # whether offsets have 64 bits
 ):
     """A right answer, with one thing wrong."""
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
@@ -460,7 +460,7 @@ class Product:
 
 
 wrong("product_kernel", "stays float32")(Product("sums_in_float16", SUM=None))
-wrong("product_kernel", "32 bits can't count")(Product("narrow_places", WIDE=False))
+wrong("product_kernel", "32 bits can't count")(Product("narrow_offsets", WIDE=False))
 
 
 @wrong("11.2", "before `ordered` reads")
@@ -687,10 +687,10 @@ def split_of(
     top, total, acc = init_acc(sinks_ptr, heads, counted, D, SINKS != "none")
     q = tl.load(q_ptr + heads[:, None] * D + d[None, :])
     for first in range(start, stop, BLOCK):
-        places = first + n
+        positions = first + n
         end = stop if SHARED else length
-        there = places < end
-        rows = find_rows(table_ptr, places, end, stride_page, K * D, PAGE) + head * D
+        there = positions < end
+        rows = find_rows(table_ptr, positions, end, stride_page, K * D, PAGE) + head * D
         k, v = load_pair(keys_ptr, values_ptr, rows, there, D, D)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HIDDEN:

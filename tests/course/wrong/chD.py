@@ -27,9 +27,9 @@ def takes_all(drafts, sampled):
 
 @wrong("accepted", "expected")
 def answers_with_the_wrong_draft(drafts, sampled):
-    for place, draft in enumerate(drafts):
-        if draft != sampled[place]:
-            return drafts[: place + 1]
+    for position, draft in enumerate(drafts):
+        if draft != sampled[position]:
+            return drafts[: position + 1]
     return list(sampled)
 
 
@@ -147,11 +147,11 @@ def always_tries_one_more(drafts, came):
     return right, right + 1
 
 
-def survivals(chances, offered, chance_of=lambda chance, place: chance**place):
+def survivals(chances, offered, chance_of=lambda chance, position: chance**position):
     found = [
-        (chance_of(chance, place), -row)
+        (chance_of(chance, position), -row)
         for row, chance in enumerate(chances)
-        for place in range(1, offered[row] + 1)
+        for position in range(1, offered[row] + 1)
     ]
     return sorted(found, reverse=True)
 
@@ -196,7 +196,7 @@ def goes_by_request(chances, offered, computed, room, cost):
 
 @wrong("worthwhile", "far drafts seldom survive")
 def takes_the_chance_of_each(chances, offered, computed, room, cost):
-    ranked = survivals(chances, offered, lambda chance, place: chance)[:room]
+    ranked = survivals(chances, offered, lambda chance, position: chance)[:room]
     tokens = len(chances)
     best = MIN_SPEEDUP * tokens / cost(computed)
     speed = lambda tokens, n: tokens / cost(computed + n)  # noqa: E731
@@ -254,38 +254,38 @@ def takes_one_token_more(cost, batch):
 
 @wrong("D.2", "steps, and yours takes")
 def forgets_the_free_token(propose, tokens, start, most):
-    place, steps, checked = start, 0, 0
-    while place < len(tokens):
-        drafts = propose(tokens[:place], min(most, len(tokens) - place - 1))
+    position, steps, checked = start, 0, 0
+    while position < len(tokens):
+        drafts = propose(tokens[:position], min(most, len(tokens) - position - 1))
         right = 0
-        while right < len(drafts) and drafts[right] == tokens[place + right]:
+        while right < len(drafts) and drafts[right] == tokens[position + right]:
             right += 1
-        place += max(right, 1)
+        position += max(right, 1)
         steps, checked = steps + 1, checked + len(drafts)
     return steps, checked
 
 
 @wrong("D.2", "the last tokens need fewer")
 def guesses_beyond_the_end(propose, tokens, start, most):
-    place, steps, checked = start, 0, 0
-    while place < len(tokens):
-        drafts = propose(tokens[:place], most)
+    position, steps, checked = start, 0, 0
+    while position < len(tokens):
+        drafts = propose(tokens[:position], most)
         right = 0
-        while drafts[right : right + 1] == tokens[place + right :][:1] != []:
+        while drafts[right : right + 1] == tokens[position + right :][:1] != []:
             right += 1
-        place += right + 1
+        position += right + 1
         steps, checked = steps + 1, checked + most
     return steps, checked
 
 
 @wrong("D.2", "the text so far")
 def shows_the_whole_text(propose, tokens, start, most):
-    place, steps, checked = start, 0, 0
-    while place < len(tokens):
-        drafts = propose(tokens, min(most, len(tokens) - place - 1))
+    position, steps, checked = start, 0, 0
+    while position < len(tokens):
+        drafts = propose(tokens, min(most, len(tokens) - position - 1))
         right = 0
-        while right < len(drafts) and drafts[right] == tokens[place + right]:
+        while right < len(drafts) and drafts[right] == tokens[position + right]:
             right += 1
-        place += right + 1
+        position += right + 1
         steps, checked = steps + 1, checked + len(drafts)
     return steps, checked

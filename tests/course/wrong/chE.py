@@ -126,16 +126,16 @@ def does_not_wait(
     x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < N
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < N
     own = buffer_of(buffers_ptr, rank, x_ptr)
-    tl.store(own + places, tl.load(x_ptr + places, inside), inside)
+    tl.store(own + offsets, tl.load(x_ptr + offsets, inside), inside)
     announce(flags_ptr, rank, call)
     total = tl.zeros([BLOCK], tl.float32)
     for other in tl.static_range(RANKS):
         theirs = buffer_of(buffers_ptr, other, x_ptr)
-        total += tl.load(theirs + places, inside).to(tl.float32)
-    tl.store(out_ptr + places, total, inside)
+        total += tl.load(theirs + offsets, inside).to(tl.float32)
+    tl.store(out_ptr + offsets, total, inside)
 
 
 @wrong("one_shot_kernel", "at least this call's")
@@ -144,17 +144,17 @@ def takes_any_raised_flag(
     x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < N
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < N
     own = buffer_of(buffers_ptr, rank, x_ptr)
-    tl.store(own + places, tl.load(x_ptr + places, inside), inside)
+    tl.store(own + offsets, tl.load(x_ptr + offsets, inside), inside)
     announce(flags_ptr, rank, 1)
     total = tl.zeros([BLOCK], tl.float32)
     for other in tl.static_range(RANKS):
         wait_for(flags_ptr, other, 1)
         theirs = buffer_of(buffers_ptr, other, x_ptr)
-        total += tl.load(theirs + places, inside).to(tl.float32)
-    tl.store(out_ptr + places, total, inside)
+        total += tl.load(theirs + offsets, inside).to(tl.float32)
+    tl.store(out_ptr + offsets, total, inside)
 
 
 @wrong("one_shot_kernel", "announce once yours are stored")
@@ -163,21 +163,21 @@ def announces_before_it_stores(
     x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < N
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < N
     own = buffer_of(buffers_ptr, rank, x_ptr)
-    x = tl.load(x_ptr + places, inside)
+    x = tl.load(x_ptr + offsets, inside)
     if rank == 0:
         announce(flags_ptr, rank, call)
-    tl.store(own + places, x, inside)
+    tl.store(own + offsets, x, inside)
     if rank != 0:
         announce(flags_ptr, rank, call)
     total = tl.zeros([BLOCK], tl.float32)
     for other in tl.static_range(RANKS):
         wait_for(flags_ptr, other, call)
         theirs = buffer_of(buffers_ptr, other, x_ptr)
-        total += tl.load(theirs + places, inside).to(tl.float32)
-    tl.store(out_ptr + places, total, inside)
+        total += tl.load(theirs + offsets, inside).to(tl.float32)
+    tl.store(out_ptr + offsets, total, inside)
 
 
 @wrong("one_shot_kernel", "in the order of")
@@ -186,19 +186,19 @@ def begins_with_its_own(
     x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < N
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < N
     own = buffer_of(buffers_ptr, rank, x_ptr)
-    x = tl.load(x_ptr + places, inside)
-    tl.store(own + places, x, inside)
+    x = tl.load(x_ptr + offsets, inside)
+    tl.store(own + offsets, x, inside)
     announce(flags_ptr, rank, call)
     total = x.to(tl.float32)
     for step in tl.static_range(1, RANKS):
         other = (rank + step) % RANKS
         wait_for(flags_ptr, other, call)
         theirs = buffer_of(buffers_ptr, other, x_ptr)
-        total += tl.load(theirs + places, inside).to(tl.float32)
-    tl.store(out_ptr + places, total, inside)
+        total += tl.load(theirs + offsets, inside).to(tl.float32)
+    tl.store(out_ptr + offsets, total, inside)
 
 
 @wrong("one_shot_kernel", "added up in float16")
@@ -207,16 +207,16 @@ def adds_short_floats(
     x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < N
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < N
     own = buffer_of(buffers_ptr, rank, x_ptr)
-    tl.store(own + places, tl.load(x_ptr + places, inside), inside)
+    tl.store(own + offsets, tl.load(x_ptr + offsets, inside), inside)
     announce(flags_ptr, rank, call)
     total = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
     for other in tl.static_range(RANKS):
         wait_for(flags_ptr, other, call)
-        total += tl.load(buffer_of(buffers_ptr, other, x_ptr) + places, inside)
-    tl.store(out_ptr + places, total, inside)
+        total += tl.load(buffer_of(buffers_ptr, other, x_ptr) + offsets, inside)
+    tl.store(out_ptr + offsets, total, inside)
 
 
 @wrong("one_shot_kernel", "its mask")
@@ -225,17 +225,17 @@ def stores_without_a_mask(
     x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < N
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < N
     own = buffer_of(buffers_ptr, rank, x_ptr)
-    tl.store(own + places, tl.load(x_ptr + places, inside, 0.0))
+    tl.store(own + offsets, tl.load(x_ptr + offsets, inside, 0.0))
     announce(flags_ptr, rank, call)
     total = tl.zeros([BLOCK], tl.float32)
     for other in tl.static_range(RANKS):
         wait_for(flags_ptr, other, call)
         theirs = buffer_of(buffers_ptr, other, x_ptr)
-        total += tl.load(theirs + places, inside).to(tl.float32)
-    tl.store(out_ptr + places, total, inside)
+        total += tl.load(theirs + offsets, inside).to(tl.float32)
+    tl.store(out_ptr + offsets, total, inside)
 
 
 @wrong("one_shot_kernel", "still wait for each other")

@@ -17,11 +17,11 @@ from simplellm.server.openai.responses_store import (
 from simplellm.server.remote.prefixes import Prefixes, digests_of
 
 MOST_REPLICAS = 256  # whose prefixes are remembered, those that are gone too
-STORE_SECONDS = 10.0  # that an answer of `Shared` may take
+STORE_SECONDS = 10.0  # that an answer of `SharedState` may take
 
 
 def digest_of_id(id: str) -> list[int]:
-    """A response's id as if it were the one beginning of what follows it."""
+    """The digest of a response's id, as the only prefix of what follows it."""
     return digests_of(id.encode(), max(1, len(id.encode())))
 
 
@@ -35,11 +35,11 @@ def from_bytes(raw: bytes) -> FinishedResponse:
     return FinishedResponse(*orjson.loads(raw))
 
 
-class Shared:
-    """One process for all replicas; with Ray's head node both are gone.
+class SharedState:
+    """The prefixes and responses of all replicas, in one process on Ray's head node.
 
-    A response is a beginning too, of the one that names it as its previous one: so that
-    goes where it was written.
+    A response counts as a prefix of the one that names it as its previous response: so
+    that one goes to the replica that wrote it. If the head node ends, all is forgotten.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Shared:
         self.writers: dict[str, str] = {}  # of responses that are being written
 
     async def match(self, digests: list[int]) -> dict[str, int]:
-        """How many of the beginnings each replica has had."""
+        """How many of these prefixes each replica has computed."""
         counts = {name: one.match(digests) for name, one in self.prefixes.items()}
         return {name: count for name, count in counts.items() if count}
 
     async def remember(self, replica: str, digests: list[int]) -> None:
-        """A replica computes a prompt with these beginnings."""
+        """A replica computes a prompt with these prefixes."""
         one = self.prefixes.pop(replica, None) or Prefixes()
         self.prefixes[replica] = one
         one.remember(digests)
@@ -70,7 +70,7 @@ class Shared:
         await self.remember(replica, digest_of_id(id))
 
     async def end(self, id: str, raw: bytes) -> None:
-        """A response is over; ``raw`` is it, of `to_bytes`."""
+        """A response is over; ``raw`` is what `to_bytes` has made of it."""
         if self.writers.pop(id, None) is not None:
             kept = from_bytes(raw)
             self.responses.begin(id, kept)
@@ -93,9 +93,9 @@ class Shared:
 
 
 class SharedResponses(ResponseStore):
-    """A replica's `ResponseStore`: what it writes itself is here, the rest in `Shared`.
+    """A replica's `ResponseStore`: it has what is being written, and asks for the rest.
 
-    A thread waits for `Shared`, since Ray Serve lets no event loop do so.
+    A thread waits for `SharedState`, since Ray Serve lets no event loop do so.
     """
 
     def __init__(self, shared: DeploymentHandle, replica: str) -> None:
@@ -104,7 +104,7 @@ class SharedResponses(ResponseStore):
         self.pool = ThreadPoolExecutor(8, "simplellm-shared")
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What `Shared` answers. Raises APIError."""
+        """What `SharedState` answers. Raises APIError."""
 
         def answer() -> Any:
             response = getattr(self.shared, method).remote(*arguments)
