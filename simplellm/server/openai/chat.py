@@ -60,7 +60,7 @@ class Chat(Generation):
         self.turns = [ClientTurn(tools, older=older) for _ in range(body.n)]
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The answer, or an event, with these choices."""
+        """The answer, or an event of a stream, with these choices."""
         return {
             "id": self.id,
             "object": kind,
@@ -70,12 +70,12 @@ class Chat(Generation):
         }
 
     def logprobs(self, part: Delta | ChatChoice) -> dict[str, Any] | None:
-        """Log-probabilities of a part, or of all, if they are asked for."""
+        """The log-probabilities of a part or a choice, if the body asks for them."""
         entries = part.logprobs if self.body.logprobs else None
         return chat_logprobs(entries, self.tokenizer)
 
     def reason(self, end: ChatChoice) -> str | None:
-        """Why a turn ended, in the words of the body."""
+        """The finish_reason, which the older form calls "function_call"."""
         calls = end.finish_reason == "tool_calls"
         return "function_call" if calls and self.older else end.finish_reason
 

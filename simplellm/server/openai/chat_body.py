@@ -110,7 +110,10 @@ class ChatBody(LabeledBody):
 
 
 def with_effort(data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
-    """What its many fields say of thinking, as the effort of it."""
+    """The body with one reasoning_effort, whichever field a client has set for it.
+
+    Models with a chat template of their own get enable_thinking, too.
+    """
     reasoning = data.pop("reasoning", None)
     reasoning = reasoning if isinstance(reasoning, Mapping) else {}
     thinking = data.pop("thinking", None)
@@ -143,7 +146,10 @@ def with_effort(data: dict[str, Any], context: ValidationContext) -> dict[str, A
 
 
 def with_pairs(data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
-    """Parameters that mean something only beside another one."""
+    """The body without parameters that mean something only beside another one.
+
+    max_completion_tokens and max_tokens become one limit, the smaller.
+    """
     count = data.get("logprobs")
     if isinstance(count, int) and not isinstance(count, bool):
         data["logprobs"] = count > 0  # as completions have it
@@ -166,7 +172,7 @@ def with_pairs(data: dict[str, Any], context: ValidationContext) -> dict[str, An
 
 
 def with_choice(data: dict[str, Any]) -> dict[str, Any]:
-    """The tool_choice as OpenAI has it."""
+    """The body with OpenAI's tool_choice; other interfaces write it otherwise."""
     choice = data.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") in ("auto", "any", "none"):
         choice = choice["type"]
@@ -176,10 +182,10 @@ def with_choice(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def offered_tools(tools: Sequence[Any], context: ValidationContext) -> list[Any]:
-    """The tools without those that others run themselves, unless there are no others.
+    """Drop repeated tools, and those that the provider would run, if others are left.
 
-    An answer without them would be another one where nothing can take their place. One
-    that is there twice is meant once.
+    If all tools are of that kind they stay, and are refused: an answer without them
+    would be another one.
     """
     kept, left_out, seen = list[Any](), list[str](), set[Any]()
     for tool in tools:
@@ -197,7 +203,7 @@ def offered_tools(tools: Sequence[Any], context: ValidationContext) -> list[Any]
 
 
 def named_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A response_format whose schema has a name as OpenAI wants it."""
+    """A response_format whose schema has a name, which OpenAI requires."""
     fields = dict(given)
     if given.get("type") != "json_schema":
         return fields

@@ -1,4 +1,4 @@
-"""A chat's calls in the client's words: of custom tools, or in OpenAI's older way."""
+"""A chat's calls as the client knows them: of custom tools, or as "function_call"."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from simplellm.text.harmony import Delta
 
 
 def called_name(tool: ClientTool, shown: str) -> str:
-    """What a chat calls a tool; it has no word for namespaces."""
+    """The name of a tool in a chat, where a namespace is part of the name."""
     return tool.name if tool.namespace is None else shown
 
 
 class ClientTurn:
-    """One choice of a streamed chat: `Turn`, whose deltas fit the client's ``tools``.
+    """One choice of a streamed chat: a `Turn` whose deltas fit the client's ``tools``.
 
-    The input of a custom tool is told once the call is over: until then its text is
-    JSON. In the ``older`` way a message has one "function_call".
+    The input of a custom tool comes in one delta when the call is over: until then its
+    text is JSON. In the ``older`` form a message has one "function_call".
     """
 
     def __init__(self, tools: ClientTools, *, older: bool) -> None:
@@ -25,7 +25,7 @@ class ClientTurn:
         self.custom: tuple[int, list[str]] | None = None  # the call that is under way
 
     def push(self, part: Delta) -> dict[str, Any]:
-        """What ``part`` adds."""
+        """The delta that ``part`` adds to the message."""
         delta = self.turn.push(part)
         if "tool_calls" not in delta:
             return delta
@@ -49,7 +49,7 @@ class ClientTurn:
         return {"tool_calls": [*ended, call]}
 
     def close(self) -> dict[str, Any]:
-        """What the end of a call adds."""
+        """The delta that the end of a call adds to the message."""
         if self.custom is None:
             return {}
         (index, texts), self.custom = self.custom, None
@@ -60,7 +60,7 @@ class ClientTurn:
 def client_message(
     choice: ChatChoice, tools: ClientTools, *, older: bool
 ) -> dict[str, Any]:
-    """A whole turn as `message_of_choice` has it, with calls in the client's words."""
+    """A whole turn as `message_of_choice` makes it, with the client's tool names."""
     message = message_of_choice(choice)
     calls = message.get("tool_calls", [])
     for call in calls:

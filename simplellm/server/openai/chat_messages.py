@@ -1,7 +1,7 @@
-"""The messages of a chat as clients send them, for `from_openai` to read.
+"""The messages of a chat as clients send them, made ready for `from_openai`.
 
-That also holds for OpenAI's older way, in which a message has one "function_call", and
-the role "function" brings its result. All tools are functions here.
+Messages may have OpenAI's older form: an assistant's has one "function_call", and a
+message of the role "function" brings its result. All tools become functions.
 """
 
 import json
@@ -55,7 +55,7 @@ class ChatText(Part):
     @model_validator(mode="before")
     @classmethod
     def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
-        """A text, or a few words in the place of what is no text."""
+        """Put a few words in the place of an image or a file."""
         if info.context.strict:
             return data
         if isinstance(data, str):
@@ -85,7 +85,7 @@ class PastToolCall(Part):
 
 
 class ChatMessage(Part):
-    """A message of whatever role; each has some of these fields."""
+    """A message of any role; each role uses some of these fields."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Several[ChatText] | None = None
@@ -125,7 +125,7 @@ class ChatMessage(Part):
 
     @classmethod
     def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The fields with functions in the place of all other tools."""
+        """The fields, in which every tool call is a function call."""
         data = dict(data)
         if isinstance(older := data.pop("function_call", None), Mapping):
             data["tool_calls"] = [{"id": None, "function": older}]
@@ -151,9 +151,9 @@ class ChatMessage(Part):
 
 
 def from_blocks(message: Any) -> list[Any]:
-    """The messages that say the same as one with Anthropic's blocks of calls.
+    """The messages that say what one with Anthropic's blocks of calls and results says.
 
-    Editors that know Anthropic's models send these in chats, too.
+    Editors that know Anthropic's models send these blocks in chats, too.
     """
     content = message.get("content") if isinstance(message, Mapping) else None
     blocks: dict[Any, list[Any]] = {"tool_use": [], "tool_result": [], "rest": []}
@@ -184,7 +184,7 @@ def from_blocks(message: Any) -> list[Any]:
 
 
 def role_of(message: Mapping[str, Any]) -> Any:
-    """The role of a message, by our name for it."""
+    """The role of a message; other names for a role count as that role."""
     role = message.get("role")
     return ROLES.get(role.lower(), role.lower()) if isinstance(role, str) else role
 
@@ -192,7 +192,7 @@ def role_of(message: Mapping[str, Any]) -> Any:
 def with_thoughts(
     message: dict[str, Any], content: list[Any]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """An assistant's message with the first thought of its content; the other parts."""
+    """An assistant's message whose first thought has become its reasoning."""
     rest, thoughts = list[Any](), list[Any]()
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -204,7 +204,7 @@ def with_thoughts(
 
 
 def in_function(call: Any) -> Any:
-    """A call of a chat, of whatever tool, as that of a function."""
+    """A call of any kind of tool as a function call."""
     if not isinstance(call, Mapping):
         return call
     inner = flat(call) if "type" in call else flat({"type": "function", **call})
@@ -221,7 +221,7 @@ def in_function(call: Any) -> Any:
 
 
 def as_text(value: Any) -> Any:
-    """Data as JSON; itself if it is nested too deep for that."""
+    """Data as JSON, or the data itself if it is nested too deep for that."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
@@ -229,12 +229,12 @@ def as_text(value: Any) -> Any:
 
 
 def is_part(value: Any) -> bool:
-    """Whether a content can hold ``value``: what has no type is data."""
+    """Whether ``value`` is a content part: data without a type is none."""
     return isinstance(value, str) or (isinstance(value, Mapping) and "type" in value)
 
 
 def with_arguments(call: Any) -> Any:
-    """A call of a function, which may have none."""
+    """A function call with arguments, empty ones if it has none."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or function.get("arguments"):
         return call
@@ -244,9 +244,9 @@ def with_arguments(call: Any) -> Any:
 def refuse_unread(
     messages: Sequence[Any], where: str, readable: Container[str]
 ) -> None:
-    """Raise APIError if all that the user asks now is something else than text.
+    """Raise APIError if the user's last message holds nothing but images or files.
 
-    Parts of ``readable`` types are text, and so are those without one.
+    Parts of a type in ``readable`` are text, and so are parts without a type.
     """
     last = messages[-1] if messages else None
     if not isinstance(last, Mapping) or role_of(last) != "user":

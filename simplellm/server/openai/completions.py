@@ -1,4 +1,4 @@
-"""/v1/completions: a prompt is continued, as it stands."""
+"""/v1/completions: continues a prompt as it stands."""
 
 import time
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class CompletionBody(SampledBody):
 
 
 class Completion(Generation):
-    """The samples of some prompts, as text."""
+    """Samples of some prompts, as text."""
 
     def __init__(self, call: Call) -> None:
         body: CompletionBody = call.body
@@ -120,7 +120,7 @@ class Completion(Generation):
     def choice(
         self, index: int, part: RequestOutput, *, echo: bool = False
     ) -> dict[str, Any]:
-        """A part of a sample, or all of it, perhaps with its prompt in front."""
+        """A choice made of a part of a sample, or of all of it."""
         shown = self.echoes[index // self.n] if echo else ""
         choice: dict[str, Any] = {
             "index": index,
@@ -146,9 +146,9 @@ class Completion(Generation):
     def scored_choice(
         self, index: int, part: RequestOutput, scores: RequestOutput
     ) -> dict[str, Any]:
-        """A choice that begins with its prompt and the log-probabilities of that.
+        """A choice that begins with its prompt and the log-probabilities of the prompt.
 
-        ``scores`` is what tells them: the prompt's first sample.
+        ``scores`` is the prompt's first sample, which has these.
         """
         prompt = self.logprobs[index].push(
             part.prompt_token_ids, scores.prompt_logprobs or [], prompt=True
@@ -159,7 +159,7 @@ class Completion(Generation):
         return choice
 
     def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The answer, or an event, with these choices."""
+        """The answer, or an event of a stream, with these choices."""
         return {
             "id": self.id,
             "object": "text_completion",
@@ -169,7 +169,7 @@ class Completion(Generation):
         }
 
     def event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """An event of a stream; the usage, where asked for, comes in the last one."""
+        """An event of a stream. The last one has the usage, if the body asks for it."""
         chunk = self.object(choices)
         return chunk | {"usage": None} if self.body.include_usage else chunk
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms: that of chats, and that of completions."""
+"""Log-probabilities in the two forms that OpenAI has, for chats and for completions."""
 
 import codecs
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ LEAST = -9999.0  # stands for minus infinity, which JSON can't spell
 def chat_logprobs(
     entries: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer
 ) -> dict[str, Any] | None:
-    """Logprobs of a chat: of all tokens, control tokens and reasoning among them."""
+    """The logprobs of a chat: of all tokens, also of control tokens and reasoning."""
     if entries is None:
         return None
 
@@ -34,7 +34,7 @@ def chat_logprobs(
 
 
 def token_name(token: int, tokenizer: Tokenizer) -> str:
-    """A token as completions name it; one that is no text by its bytes."""
+    """A token as completions write it: its text, or its bytes if they are no text."""
     spelled = tokenizer.token_bytes(token)
     try:
         return spelled.decode()
@@ -45,7 +45,7 @@ def token_name(token: int, tokenizer: Tokenizer) -> str:
 def prompt_logprobs(
     entries: Sequence[TokenLogprobs | None] | None,
 ) -> list[dict[str, Any] | None]:
-    """Logprobs of a prompt in vLLM's form: by token id; the first token has none."""
+    """The logprobs of a prompt by token id, as in vLLM; the first token has None."""
 
     def one(entry: TokenLogprobs) -> dict[str, Any]:
         pairs = zip(entry.top, entry.decoded_top, strict=True)
@@ -67,10 +67,11 @@ def prompt_logprobs(
 
 
 class LegacyLogprobs:
-    """Log-probabilities of one sample of a completion, part by part.
+    """The log-probabilities of one sample of a completion, part by part.
 
-    An offset is where a token's text begins in the answer's text, in characters; one
-    that only goes on with a character begins where that does.
+    A token's text_offset is where its text begins in the text of the answer, in
+    characters. A token that only completes a character has the offset of that
+    character.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -86,7 +87,7 @@ class LegacyLogprobs:
         *,
         prompt: bool = False,
     ) -> dict[str, list[Any]]:
-        """The next tokens and their log-probabilities; a prompt's first has None.
+        """Add tokens and their log-probabilities; a prompt's first has None.
 
         In a ``prompt`` control tokens are part of the text.
         """

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer way to ask, with items in place of messages."""
+"""/v1/responses: OpenAI's newer interface, with items in place of messages."""
 
 import time
 import uuid
@@ -54,10 +54,10 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 class Response(Generation):
-    """One turn of the assistant, as items.
+    """One turn of the assistant, as the items of a response.
 
-    ``last``, ``whole`` and ``failure`` also put the response where it is kept: who has
-    read the last event may ask for it at once.
+    ``last``, ``whole`` and ``failure`` also store the response: a client that has read
+    the last event may ask for it at once.
     """
 
     gathers: ClassVar[bool] = True
@@ -109,7 +109,7 @@ class Response(Generation):
         error: dict[str, Any] | None = None,
         why: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The response as it stands; ``why`` it is incomplete, if it is."""
+        """The response as it stands; ``why`` is the reason if it is incomplete."""
         body, params = self.body, self.requests[0].params
         unfinished = status if status == "in_progress" else "incomplete"
         return {
@@ -162,7 +162,7 @@ class Response(Generation):
             self.store.forget(self.id)
 
     def finalize(self, response: dict[str, Any]) -> dict[str, Any]:
-        """``response`` is what there is from now on."""
+        """Store ``response`` as the final state, and return it."""
         self.status, self.replies = response["status"], None
         self.store.end(
             self.id, FinishedResponse(response, self.input_items, self.input_bytes)
@@ -173,7 +173,7 @@ class Response(Generation):
         return self.object(self.status)
 
     async def cancel(self) -> None:
-        """End it; what is written by then stays."""
+        """End the response; what is written by then stays."""
         self.status = "cancelled"
         if self.replies is not None:
             await self.replies.aclose()
@@ -198,7 +198,7 @@ class Response(Generation):
     def finish(
         self, choice: ChatChoice, usage: Usage
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The response at its end, and the events that end its last item."""
+        """The final response, and the events that end its last item."""
         reason = choice.finish_reason
         status = STATUS_OF_REASON.get(reason, "incomplete")
         done = "completed" if status == "completed" else "incomplete"
@@ -214,10 +214,10 @@ class Response(Generation):
 
 
 def answer_response(call: Call) -> Any:
-    """The response of a body.
+    """Start the response that a body asks for.
 
-    A stream whose prompt is too long is one that fails, as OpenAI has it: Codex
-    compacts at this event, and at no status.
+    A stream whose prompt is too long begins and then fails, as with OpenAI: Codex
+    compacts its history at this event, and at no HTTP status.
     """
     try:
         return Response(call)
@@ -230,7 +230,7 @@ def answer_response(call: Call) -> Any:
 
 
 def failed_stream(call: Call, error: APIError) -> EventStream:
-    """The whole stream of a response that can't begin."""
+    """The whole stream of a response that fails before it begins."""
     short = call.body.model_copy(
         update={
             "input": "?",
@@ -249,7 +249,7 @@ def failed_stream(call: Call, error: APIError) -> EventStream:
 
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as the response tells it."""
+    """A tool in the form in which a response repeats it."""
     tool = flat(tool)
     if tool.get("type", "function") != "function":
         return tool
@@ -261,9 +261,9 @@ def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 def stored_response(
     store: ResponseStore, id: str, previous: bool = False
 ) -> StoredResponse:
-    """The response of this ``id``. Raises APIError if there is none.
+    """The stored response of this ``id``. Raises APIError if there is none.
 
-    As a ``previous`` one it is a parameter, and no part of the path.
+    The error of a ``previous`` response names the body's parameter, any other the path.
     """
     stored = store.find(id)
     if stored is None:
@@ -275,7 +275,7 @@ def stored_response(
 
 
 def items_before(store: ResponseStore, id: str | None) -> list[dict[str, Any]]:
-    """What a response that follows response ``id`` begins with."""
+    """The items with which a response that follows response ``id`` begins."""
     if id is None:
         return []
     stored = stored_response(store, id, previous=True)
@@ -286,12 +286,12 @@ def items_before(store: ResponseStore, id: str | None) -> list[dict[str, Any]]:
 
 
 def named_response(call: Call) -> StoredResponse:
-    """The response that a path names. Raises APIError."""
+    """The response whose id is in the path. Raises APIError."""
     return stored_response(call.service.responses, call.request.path_params["response"])
 
 
 class ResponseQuery(Body):
-    """How a response is shown."""
+    """The query of a GET of a response."""
 
     unsupported: ClassVar = {
         "stream": Unsupported(ASK_AGAIN, ("false",)),
@@ -308,14 +308,14 @@ def get_response(call: Call) -> dict[str, Any]:
 
 
 async def cancel_response(call: Call) -> dict[str, Any]:
-    """End a response; one that is over stays as it is."""
+    """End a running response; a finished one stays as it is."""
     stored = named_response(call)
     await stored.cancel()
     return stored.now()
 
 
 async def delete_response(call: Call) -> dict[str, Any]:
-    """Forget a response; one that is being written ends."""
+    """Forget a response; a running one ends."""
     stored = named_response(call)
     id = stored.now()["id"]
     call.service.responses.forget(id)
@@ -324,7 +324,7 @@ async def delete_response(call: Call) -> dict[str, Any]:
 
 
 class ItemsQuery(Body):
-    """Which items of a response's input are shown."""
+    """The query of a list of a response's input items: which page of them."""
 
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
@@ -335,7 +335,7 @@ class ItemsQuery(Body):
 
 
 def list_items(call: Call) -> dict[str, Any]:
-    """All that the model was asked, the items of earlier responses first."""
+    """A response's input items, those of earlier responses first."""
     query: ItemsQuery = call.query
     items = named_response(call).input_items
     if query.order == "desc":

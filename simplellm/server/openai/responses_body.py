@@ -51,7 +51,7 @@ TEXT_FORMAT = an_object("type", type=FORMATS, **SCHEMA_FIELDS)
 
 
 class Reasoning(Body):
-    """How the model is to think."""
+    """How much the model is to think."""
 
     unsupported: ClassVar = {
         # What the model thinks is told as it is.
@@ -71,7 +71,7 @@ class Reasoning(Body):
 
 
 class Text(Body):
-    """What the text of the answer is to be."""
+    """What form the answer's text is to have."""
 
     unsupported: ClassVar = {
         "verbosity": Unsupported(NOT_HERE, ("medium",), hint=True),
@@ -170,19 +170,19 @@ class ResponseBody(LabeledBody):
 
     @property
     def recalls(self) -> bool:
-        """Whether items are meant that the body doesn't hold, however short it is."""
+        """Whether it names a stored response, so that the prompt may be much longer."""
         items = self.input if isinstance(self.input, list) else []
         refers = any(isinstance(item, ItemReference) for item in items)
         return refers or self.previous_response_id is not None
 
     @property
     def format(self) -> Format:
-        """What the answer's text is to fit. Raises TypeError or ValueError."""
+        """The format of the answer's text. Raises TypeError or ValueError."""
         return as_format((self.text or Text()).format, "text.format")
 
     @property
     def format_object(self) -> dict[str, Any]:
-        """The format as the response tells it."""
+        """The format in the form in which the response repeats it."""
         given = (self.text or Text()).format or {"type": "text"}
         if given["type"] != "json_schema":
             return {"type": given["type"]}
@@ -192,14 +192,14 @@ class ResponseBody(LabeledBody):
 
     @property
     def tool_choice_object(self) -> str | dict[str, Any]:
-        """The choice as the response tells it, also one that is spelled as in chats."""
+        """The tool_choice as the response repeats it; a chat's form is translated."""
         if isinstance(self.tool_choice, str):
             return self.tool_choice
         return flat(self.tool_choice)
 
     @property
     def logprobs(self) -> bool:
-        """Whether those of the messages' tokens are to be told."""
+        """Whether the answer has log-probabilities of the messages' tokens."""
         return LOGPROBS in (self.include or ())
 
     @property
@@ -208,13 +208,13 @@ class ResponseBody(LabeledBody):
 
 
 def check_include(include: Sequence[Any] | None) -> None:
-    """Raise TypeError or ValueError for what can't be asked for."""
+    """Raise TypeError or ValueError for an ``include`` that is not supported."""
     for entry in include or ():
         one_of("an entry of include", entry, INCLUDABLE, "include")
 
 
 def check_labels(labels: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for what OpenAI wouldn't take as metadata."""
+    """Raise TypeError or ValueError for metadata that OpenAI would refuse."""
     most = f"at most {MAX_LABELS} pairs"
     expect(len(labels) <= MAX_LABELS, "metadata", f"{len(labels)} pairs", most)
     for key, text in labels.items():
@@ -226,7 +226,7 @@ def check_labels(labels: Mapping[str, Any]) -> None:
 
 
 def with_included(data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
-    """A body that asks for what there can be beside a response."""
+    """The body with only those values of ``include`` that apply here."""
     if isinstance(include := data.get("include"), list):
         data["include"] = [one for one in include if one in INCLUDABLE]
         for one in include:
@@ -239,7 +239,7 @@ def with_included(data: dict[str, Any], context: ValidationContext) -> dict[str,
 
 
 def with_text(data: dict[str, Any]) -> dict[str, Any]:
-    """The format of the answer where responses have it, its schema with a name."""
+    """The body with the answer's format under ``text``, and a name for its schema."""
     given, text = data.pop("response_format", None), data.get("text", {})
     if not isinstance(text, Mapping):
         return data

@@ -1,7 +1,7 @@
 """The items that a client sends to /v1/responses, and the conversation they make.
 
-An item is a message, a reasoning, a call of a tool or what came of one; a response's
-input and output are lists of them. They are kept as plain data.
+An item is a message, a reasoning, a tool call or its output; a response's input and
+output are lists of items. They are stored as plain data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ OUTPUTS = {f"{name}_output": kind for name, kind in CALLS.items()}
 
 
 def text_part(text: str, *, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    """Text of the assistant, as messages hold it."""
+    """A part of an assistant's message that holds text."""
     fields = {"type": "output_text", "text": text, "annotations": []}
     return fields | {"logprobs": list(logprobs)}
 
@@ -85,7 +85,7 @@ class TextPart(Part):
     @model_validator(mode="before")
     @classmethod
     def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
-        """A text, or a few words in the place of what is no text."""
+        """Put a few words in the place of an image or a file."""
         if info.context.strict:
             return data
         if isinstance(data, str):
@@ -111,13 +111,13 @@ class InputItem(Part):
     type: str
 
     def kept(self, key: str, number: int) -> Item:
-        """The item as we keep it; with its own id, or one made of ``key``."""
+        """The item as it is stored, with its own id or one made of ``key``."""
         id = self.id or f"{PREFIXES[self.type]}_{key}_in{number}"
         return {"id": id, "type": self.type, "status": "completed", **self.content_kept}
 
     @property
     def content_kept(self) -> Item:
-        """The fields that not all items have."""
+        """The fields of this kind of item, as they are stored."""
         return self.model_dump(exclude={"id", "type"}, exclude_none=True)
 
 
@@ -147,7 +147,7 @@ class InputMessage(InputItem):
 
 
 class InputReasoning(InputItem):
-    """A model's thoughts; their summary isn't shown to it, which wrote none."""
+    """A model's thoughts. The model never sees their summary, which it didn't write."""
 
     type: Literal["reasoning"]
     content: Content = ""
@@ -159,7 +159,7 @@ class InputReasoning(InputItem):
 
 
 class InputCall(InputItem):
-    """A call of a tool."""
+    """A tool call."""
 
     call_id: str
 
@@ -218,7 +218,7 @@ class ApplyPatchCall(InputCall):
 
 
 class CallOutput(InputItem):
-    """What came of a call."""
+    """The output of a tool call."""
 
     type: Literal[
         "function_call_output",
@@ -235,7 +235,7 @@ class CallOutput(InputItem):
     @model_validator(mode="before")
     @classmethod
     def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
-        """Join the chunks of a shell; of a patch, the status is enough."""
+        """Join the chunks of a shell's output; of a patch, keep the status."""
         if not isinstance(data, dict):
             return data
         data = {key: value for key, value in data.items() if value is not None}
@@ -258,7 +258,7 @@ class CallOutput(InputItem):
 
 
 class InputTools(InputItem):
-    """Tools that a conversation brings."""
+    """Tools that come with the conversation."""
 
     type: Literal["additional_tools", "tool_search_output"]
     tools: Several[Any]
@@ -271,7 +271,7 @@ class InputTools(InputItem):
 
 
 class ItemReference(Part):
-    """An item that a kept response has."""
+    """A reference to an item of a stored response."""
 
     type: Literal["item_reference"]
     id: str
@@ -292,7 +292,7 @@ ITEM_TYPES = [kind for model in ITEMS for kind in types_of(model, "type")]
 
 
 def type_of(item: Any) -> str | None:
-    """The type of an item, or of another object that has one."""
+    """The type of an item or a similar object, if it has one."""
     kind = item.get("type") if isinstance(item, Mapping) else None
     return kind if isinstance(kind, str) else None
 
@@ -301,7 +301,7 @@ SomeItem = Annotated[Part, either("type", *ITEMS, default="message")]
 
 
 def known_items(items: Sequence[Any], context: ValidationContext) -> list[Any]:
-    """Items of kinds that we know, in the place of all that clients send."""
+    """The client's items, each as one or more of the kinds that are known here."""
     known = [one for item in items for one in known_item(item, context)]
     ids = [item.get("call_id") for item in known if type_of(item) in CALLS]
     called = {id for id in ids if isinstance(id, str)}
@@ -314,7 +314,7 @@ def known_items(items: Sequence[Any], context: ValidationContext) -> list[Any]:
 
 
 def known_item(item: Any, context: ValidationContext) -> list[Any]:
-    """The item, or some for it: that of a chat may be calls and a result, too."""
+    """An item as items of known kinds: a chat's message may be several."""
     if not isinstance(item, Mapping):
         return [item]
     kind = item.get("type", "message" if "role" in item else None)
@@ -336,7 +336,7 @@ def known_item(item: Any, context: ValidationContext) -> list[Any]:
 
 
 def from_chat(item: Item) -> list[Any]:
-    """A message as responses have it, with calls and results as items."""
+    """A chat's message as items: a message, its calls, a result."""
     role, calls = role_of(item), item.pop("tool_calls", None)
     item["role"] = role
     if role in ("tool", "function"):
@@ -354,9 +354,9 @@ def from_chat(item: Item) -> list[Any]:
 
 
 def kept_items(given: Any, key: str, store: ResponseStore) -> list[Item]:
-    """A body's input, text or items, as we keep it; ``key`` makes ids.
+    """A body's input, text or items, as it is stored; ``key`` makes the ids.
 
-    Raises APIError for a reference to an item that ``store`` hasn't.
+    Raises APIError for a reference to an item that ``store`` doesn't have.
     """
     if isinstance(given, str):
         given = [InputMessage(role="user", content=given)]
@@ -369,7 +369,7 @@ def kept_items(given: Any, key: str, store: ResponseStore) -> list[Item]:
 
 
 def referred(id: str, store: ResponseStore, where: str) -> Item:
-    """The item of this id that a kept response has."""
+    """The stored item of this id. Raises APIError."""
     if (stored := store.find_item(id)) is None:
         message = f"{where}: item {short(id)} is not here, or no longer"
         raise APIError(404, message, param=f"{where}.id", code="item_not_found")
@@ -377,7 +377,7 @@ def referred(id: str, store: ResponseStore, where: str) -> Item:
 
 
 def shell_text(chunk: Any) -> str:
-    """What a shell wrote, of one chunk."""
+    """The text that one chunk of a shell's output stands for."""
     parts = chunk if isinstance(chunk, Mapping) else {}
     return "".join(str(parts.get(name) or "") for name in ("stdout", "stderr"))
 
@@ -394,11 +394,11 @@ def to_harmony(
     tools: Sequence[Tool],
     lead: Lead,
 ) -> list[Message]:
-    """The conversation as the model is shown it: what came ``before``, what is given.
+    """The conversation for the model: the items ``before``, then those that are given.
 
-    ``instructions`` stand in front and tell of the ``tools``, as ``lead`` writes it.
-    Without them the first item does, if it is the developer's. Raises ValueError for
-    results of no call.
+    ``lead`` makes a message of ``instructions`` and ``tools``, which comes first.
+    Without instructions the first item takes their place, if it is the developer's.
+    Raises ValueError for an output of no call.
     """
     items = [*before, *items]
     leads = items and items[0].get("role") in ("system", "developer")
@@ -432,17 +432,17 @@ def to_harmony(
 
 
 def shown_tool(kind: str, item: Item) -> str:
-    """What the model calls the tool of an item."""
+    """The name under which the model knows the tool of an item."""
     return shown_name(item["name"], item.get("namespace")) if "name" in item else kind
 
 
 def tools_in(items: Sequence[Item]) -> list[Any]:
-    """The tools that items bring with them."""
+    """The tools that come with items."""
     return [tool for item in items for tool in item.get("tools", ())]
 
 
 def shown_message(item: Item, lead: Lead) -> Message:
-    """A message as the model is shown it."""
+    """An item that is a message, as a message for the model."""
     role, text = item["role"], text_of(item)
     if role == "assistant":
         commentary = item.get("phase") == "commentary"

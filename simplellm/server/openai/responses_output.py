@@ -1,4 +1,4 @@
-"""Parts of a turn as the output of a response, and as the events that tell of it.
+"""Makes a response's output items of the parts of a turn, and events for its stream.
 
 Data in, data out.
 """
@@ -22,9 +22,9 @@ from simplellm.text.tokenizer import Tokenizer
 
 
 def item_kind(part: Delta) -> tuple[str, int]:
-    """What kind of item ``part`` belongs to; equal neighbors make one item.
+    """What kind of item ``part`` belongs to; neighbors of one kind make one item.
 
-    The number tells calls apart, and commentary from other text.
+    The number distinguishes one call from the next, and commentary from the final text.
     """
     if part.call is not None:
         return "function_call", part.call
@@ -36,9 +36,9 @@ def item_kind(part: Delta) -> tuple[str, int]:
 class Output:
     """The output of a response: parts of a turn go in, events come out.
 
-    ``key`` makes the ids of its items, so that the same parts make the same output, and
-    it doesn't matter how they are cut. Text that isn't reasoning or a call's arguments
-    is in a message. Each event has the next ``sequence_number``.
+    ``key`` makes the ids of its items, so that the same parts make the same output,
+    however they are cut. Text that is neither reasoning nor a call's arguments becomes
+    a message. Each event has the next ``sequence_number``.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class Output:
         self.pending: tuple[tuple[str, int] | None, list[TokenLogprobs]] = None, []
 
     def items(self, status: str = "in_progress") -> list[Item]:
-        """All there is; ``status`` is that of an item that is open."""
+        """All items so far; ``status`` is that of the open one."""
         opened = [] if self.kind is None else [self.snapshot(status)]
         return self.done + opened
 
     def event(self, type: str, **fields: Any) -> dict[str, Any]:
-        """An event with the next number."""
+        """An event with the next sequence number."""
         self.num_events += 1
         return {"type": type, "sequence_number": self.num_events - 1, **fields}
 
     def push(self, part: Delta) -> list[dict[str, Any]]:
         """The events for the next part of the turn.
 
-        Without log-probabilities there are those of its text. With them, a token may
-        come before its text, when it is half a character.
+        With log-probabilities there are also events for tokens without text, such as
+        half a character.
         """
         kind = item_kind(part)
         # No channel: a message that lacks one, or perhaps a header.
@@ -90,7 +90,7 @@ class Output:
         return events
 
     def open(self, kind: tuple[str, int], part: Delta) -> list[dict[str, Any]]:
-        """Begin an item."""
+        """Begin an item; its events."""
         type, number = self.kind = kind
         tool = self.tools.called(part.recipient)
         self.tool = tool.kind
@@ -121,9 +121,9 @@ class Output:
         return events
 
     def add(self, text: str, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        """More text for the item that is open.
+        """Add text to the open item; its events.
 
-        What a tool that is no function is given, is told at its end: it is in JSON.
+        The input of a tool that is no function comes at the end: until then it is JSON.
         """
         assert self.kind is not None
         self.texts.append(text)
@@ -139,7 +139,7 @@ class Output:
         return [self.of_item("output_text.delta", delta=text, logprobs=logprobs)]
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
-        """End the item that is open, if one is."""
+        """End the open item, if there is one; its events."""
         if self.kind is None:
             return []
         item, type = self.snapshot(status), self.kind[0]
@@ -164,7 +164,7 @@ class Output:
         return events
 
     def call_events(self, item: Item) -> list[dict[str, Any]]:
-        """Events that end a call; items of shells and patches say all themselves."""
+        """The events that end a call. Items of shells and patches need none."""
         if self.tool == "function":
             fields = {"name": item["name"], "arguments": item["arguments"]}
             return [self.of_item("function_call_arguments.done", **fields)]
@@ -175,7 +175,7 @@ class Output:
         return [*deltas, self.of_item(f"{name}.done", input=text)]
 
     def snapshot(self, status: str = "in_progress") -> Item:
-        """The item that is open, as it stands."""
+        """The open item as it stands."""
         assert self.kind is not None
         fields, text = self.item | {"status": status}, "".join(self.texts)
         if self.kind[0] == "function_call":
@@ -186,7 +186,7 @@ class Output:
         return fields | {"content": [text_part(text, logprobs=self.logprobs)]}
 
     def of_item(self, type: str, **fields: Any) -> dict[str, Any]:
-        """An event of the item that is open."""
+        """An event of the open item."""
         where = {"item_id": self.item["id"], "output_index": len(self.done)}
         if self.kind is not None and self.kind[0] != "function_call":
             where["content_index"] = 0  # items have one part

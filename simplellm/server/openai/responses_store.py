@@ -1,4 +1,4 @@
-"""Responses that can be asked for later: in memory, some of them, for some time."""
+"""Stores responses in memory, a limited number for a limited time."""
 
 import threading
 import time
@@ -14,22 +14,22 @@ SECONDS = 24 * 60 * 60.0  # after which a response is forgotten
 
 
 class StoredResponse(Protocol):
-    """A response that can be asked for, whether it is being written or over."""
+    """A response that clients can get, running or finished."""
 
     @property
     def input_items(self) -> list[dict[str, Any]]:
-        """The items that the model was given, those of earlier responses first."""
+        """Its input items, those of earlier responses first."""
 
     def now(self) -> dict[str, Any]:
         """The response as it stands."""
 
     async def cancel(self) -> None:
-        """Let it end, if it hasn't yet."""
+        """End it, unless it has ended."""
 
 
 @dataclass(frozen=True)
 class FinishedResponse:
-    """A response that is over."""
+    """A response that has ended."""
 
     response: dict[str, Any]
     input_items: list[dict[str, Any]]
@@ -37,7 +37,7 @@ class FinishedResponse:
     input_bytes: int = 0
 
     def own_items(self, id: str) -> list[dict[str, Any]]:
-        """Items whose ids are made of the response's ``id``: nobody can guess them."""
+        """The items whose ids contain the response's ``id``: nobody can guess these."""
         items = [*self.response["output"], *self.input_items]
         return [item for item in items if id.removeprefix("resp_") in item["id"]]
 
@@ -49,10 +49,10 @@ class FinishedResponse:
 
 
 class ResponseStore:
-    """Keeps responses by their ids; the oldest make room. Any thread may use it.
+    """Stores responses by id; the oldest are evicted first. Thread-safe.
 
-    A response that follows another one holds all that came before. So each can be
-    forgotten by itself, and its bytes are counted with those before it.
+    A response holds all items of those that it follows. So each can be evicted alone,
+    and its size includes these items.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class ResponseStore:
         self._items: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def begin(self, id: str, response: StoredResponse) -> None:
-        """A response is being written, and can be asked for."""
+        """Store a running response."""
         with self.lock:
             self._running[id] = response
 
     def end(self, id: str, kept: FinishedResponse) -> None:
-        """``kept`` is to be found under this id from now on, if anything was."""
+        """Store ``kept`` under this id from now on, unless it was deleted."""
         size = len(orjson.dumps(kept.response)) + kept.input_bytes
         with self.lock:
             if id not in self._running and id not in self._finished:
@@ -90,7 +90,7 @@ class ResponseStore:
             self._tidy()
 
     def forget(self, id: str) -> None:
-        """Drop the response of this id, even if it ends later."""
+        """Delete the response of this id, even if it ends later."""
         with self.lock:
             self._forget(id)
 
@@ -102,7 +102,7 @@ class ResponseStore:
             return self._running.get(id) if entry is None else entry[0]
 
     def find_item(self, id: str) -> dict[str, Any] | None:
-        """The item of this id that a kept response was given, or has written."""
+        """The input or output item of this id of any stored response."""
         with self.lock:
             self._tidy()
             return self._items.get(id, ("", None))[1]
@@ -112,7 +112,7 @@ class ResponseStore:
             return len(self._finished)
 
     def _tidy(self) -> None:
-        """Forget the oldest responses while they are too old or all are too many."""
+        """Evict the oldest responses while they are too old, too many or too large."""
         now = self.clock()
         while self._finished:
             oldest = next(iter(self._finished))

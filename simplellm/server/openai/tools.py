@@ -1,8 +1,9 @@
-"""Tools as clients know them, and the functions that the model is offered for them.
+"""Tools as clients know them, and the functions that the model sees instead.
 
-The model knows functions only, whose names have no spaces. A namespace's functions get
-its name in front; a custom tool, a shell and a patch are functions of a text or two. A
-call comes back in the client's words, and its history goes the same way in again.
+The model knows only functions, whose names have no spaces. A function of a namespace
+gets the namespace as a prefix; a custom tool, a shell and a patch become functions with
+one or more texts as arguments. A call of one goes back as a call of the client's tool,
+and calls of the history are translated likewise.
 """
 
 import json
@@ -17,7 +18,7 @@ from simplellm.text.harmony.openai import function_name
 
 
 def text_arguments(**described: str) -> dict[str, Any]:
-    """The schema of arguments that are texts."""
+    """The JSON schema of an object whose properties are strings."""
     texts = {
         name: {"type": "string", "description": d} for name, d in described.items()
     }
@@ -55,7 +56,7 @@ KINDS = ("function", "custom", "namespace", *BUILT_IN)
 
 @dataclass(frozen=True)
 class ClientTool:
-    """What the client calls a tool; ``kind`` is its type, among KINDS."""
+    """A tool's name for the client; ``kind`` is its type, one of KINDS."""
 
     kind: str
     name: str
@@ -63,12 +64,12 @@ class ClientTool:
 
 
 def shown_name(name: str, namespace: str | None = None) -> str:
-    """What the model calls a tool: a word that a header can hold."""
+    """A tool's name for the model, without what a harmony header can't hold."""
     return re.sub(r"[\s<]", "_", f"{namespace}__{name}" if namespace else name) or "_"
 
 
 def flat(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool, a call or a choice as responses have it; in chats its type holds it."""
+    """A tool, call or tool_choice in the flat form of responses."""
     kind = tool.get("type", "function")
     inner = tool.get(kind) if isinstance(kind, str) else None
     if isinstance(inner, str):
@@ -79,8 +80,8 @@ def flat(tool: Mapping[str, Any]) -> dict[str, Any]:
 class ClientTools:
     """The tools of one request. Raises as `add` and `as_tools`.
 
-    ``functions`` are those that the model is offered, as `as_tools` takes them, and
-    ``by_name`` has the client's words for each by its name.
+    ``functions`` are what the model sees, as `as_tools` takes them; ``by_name`` has the
+    client's tool for each function's name.
     """
 
     def __init__(self, tools: Sequence[Any] = ()) -> None:
@@ -90,7 +91,7 @@ class ClientTools:
             self.add(tool, f"tools[{number}]")
 
     def add_missing(self, tools: Sequence[Any]) -> None:
-        """Add the tools that a conversation brings whose names are new."""
+        """Add those tools of a conversation whose names are new."""
         for tool in tools:
             one = ClientTools([tool])
             for function in one.functions:
@@ -99,7 +100,7 @@ class ClientTools:
                     self.functions.append(function)
 
     def add(self, tool: Any, where: str, namespace: str | None = None) -> None:
-        """One more. Raises TypeError, ValueError or APIError."""
+        """Add a tool. Raises TypeError, ValueError or APIError."""
         expect_type(where, tool, Mapping, "an object")
         tool = flat(tool)
         kind = tool.get("type", "function")
@@ -123,7 +124,7 @@ class ClientTools:
         self.functions.append({"type": "function", "function": function})
 
     def choice(self, tool_choice: Any) -> Any:
-        """A tool_choice with the names that the model knows."""
+        """A tool_choice with the model's names of the tools."""
         if not isinstance(tool_choice, Mapping):
             return tool_choice
         tool_choice = flat(tool_choice)
@@ -140,7 +141,7 @@ class ClientTools:
         return {"type": "function", "name": shown_name(name, namespace)}
 
     def called(self, recipient: str | None) -> ClientTool:
-        """The tool that the model calls by ``recipient``, whatever it wrote."""
+        """The client's tool for the ``recipient`` that the model wrote."""
         word = (recipient or "").removeprefix("functions.")
         name = function_name(word)
         tool = self.by_name.get(word) or self.by_name.get(name)
@@ -148,7 +149,7 @@ class ClientTools:
 
 
 def description_of(tool: Mapping[str, Any]) -> str:
-    """The description of a custom tool, with the format of its input, if it has one."""
+    """A custom tool's description, with the grammar of its input if it has one."""
     description, form = tool.get("description") or "", tool.get("format")
     form = flat(form) if isinstance(form, Mapping) else {}
     if not isinstance(definition := form.get("definition"), str):
@@ -158,7 +159,7 @@ def description_of(tool: Mapping[str, Any]) -> str:
 
 
 def text_argument(arguments: str, name: str) -> str:
-    """One of a call's arguments; all of them, if the model wrote no such JSON."""
+    """One argument of a call; the whole text if it isn't JSON with such an argument."""
     try:
         fields = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -168,7 +169,7 @@ def text_argument(arguments: str, name: str) -> str:
 
 
 def call_fields(kind: str, arguments: str) -> dict[str, Any]:
-    """What an item of a call has beside ids and names, by the tool's ``kind``."""
+    """The fields of a call's item beside ids and names, by the ``kind`` of its tool."""
     match kind:
         case "custom":
             return {"input": text_argument(arguments, "input")}
@@ -190,7 +191,7 @@ def call_fields(kind: str, arguments: str) -> dict[str, Any]:
 
 
 def arguments_of_call(kind: str, item: Mapping[str, Any]) -> str:
-    """The arguments of an item of a call, as the model would have written them."""
+    """The arguments of a call's item as the model would write them."""
     match kind:
         case "custom":
             arguments: Any = {"input": item["input"]}
