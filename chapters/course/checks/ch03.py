@@ -176,107 +176,6 @@ def codes_of(packed) -> list[int]:
     ]
 
 
-def check_quantize(candidate):
-    """Against a search through all values, in exact arithmetic."""
-
-    def codes(numbers):
-        """Of one block at scale 1, which a 6 at its end sees to."""
-        block = torch.tensor([[*numbers, *[0.0] * (31 - len(numbers)), 6.0]])
-        packed = candidate(block)
-        for name, shape in (("blocks", (1, 1, 16)), ("scales", (1, 1))):
-            part = getattr(packed, name, None)
-            assert part is not None, "return an MXFP4, with blocks and scales"
-            assert tuple(part.shape) == shape and part.dtype == torch.uint8, (
-                f"a weight [1, 32] has {name} uint8 {list(shape)}; yours are "
-                f"{part.dtype} {list(part.shape)}"
-            )
-        assert packed.scales.item() == 127, (
-            "a block whose largest weight is 6 has the scale byte 127; yours is "
-            f"{packed.scales.item()}"
-        )
-        return codes_of(packed)[: len(numbers)]
-
-    found = codes([3.0, 0.5])
-    assert found != [1, 5], (
-        "the even element goes into the low nibble, not the high one"
-    )
-    assert found == [5, 1], (
-        f"3 and 0.5 are the codes 5 and 1, in one byte; yours are {found}"
-    )
-    found = codes([1.5, -1.5, -6.0, 4.0])
-    assert found == [3, 11, 15, 6], (
-        "the sign is bit 3 of the code: 1.5, -1.5, -6 and 4 are 3, 11, 15 and 6; yours "
-        f"are {found}"
-    )
-    found = codes([0.45, 0.8, 1.4, 2.9, 5.9])
-    assert found == [1, 2, 3, 5, 7], (
-        "0.45, 0.8, 1.4, 2.9 and 5.9 go up to 0.5, 1, 1.5, 3 and 6, the nearest "
-        f"values, whose codes are 1, 2, 3, 5, 7; yours are {found}"
-    )
-    found = codes([7.9, -7.5, 7.0, 6.5])
-    assert found == [7, 15, 7, 7], (
-        "beyond 6 everything is clamped to 6, code 7 (15 with the sign): 7.9, -7.5, 7 "
-        f"and 6.5 came out as {found}"
-    )
-    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
-    found = codes(ties)
-    assert found == [0, 2, 2, 4, 4, 6, 6], (
-        f"halfway between two values, the even code wins: {ties} have the codes 0, 2, "
-        f"2, 4, 4, 6, 6; yours are {found}"
-    )
-    for tie in ties:
-        for neighbor in (next_to(tie, 0.0), next_to(tie, 9.0)):
-            (found,) = codes([neighbor])
-            assert found == nearest(neighbor), (
-                f"{neighbor:.7f} is no tie, though as near to {tie} as a float32 can "
-                f"be: its code is {nearest(neighbor)}, yours {found}; a sum before the "
-                "rounding is rounded too"
-            )
-    weight = seeded(3, 4, 64) * torch.logspace(-6, 6, 12).view(3, 4, 1)
-    packed = candidate(weight)
-    assert tuple(packed.blocks.shape) == (3, 4, 2, 16), (
-        f"[3, 4, 64] has blocks [3, 4, 2, 16]; yours are {list(packed.blocks.shape)}"
-    )
-    expected: list[int] = []
-    exponents = []
-    for block in weight.double().reshape(-1, 32).tolist():
-        exponent = math.frexp(max(map(abs, block)))[1] - 3
-        exponents.append(exponent + 127)
-        for value in block:
-            code = nearest(abs(value) / 2.0**exponent)
-            expected.append(code + 8 * (value < 0 < code))
-    assert packed.scales.flatten().tolist() == exponents, (
-        "over 24 random blocks, some scale is not the specification's; each block has "
-        "its own"
-    )
-    found = [code if code != 8 else 0 for code in codes_of(packed)]  # -0 is 0
-    assert found == expected, (
-        "over 24 random blocks, some weight did not go to its block's nearest value"
-    )
-    for exponent in (-14, -24, -44, -66, -116):
-        packed = candidate(torch.tensor([[*GRID, *[0.0] * 24]]) * 2.0**exponent)
-        assert packed.scales.item() == exponent + 127, (
-            f"a block whose largest weight is 6 times 2^{exponent} has the scale byte "
-            f"{exponent + 127}; yours is {packed.scales.item()}: only exact zeros make "
-            "a block of zeros"
-        )
-        found = codes_of(packed)[:8]
-        assert found == list(range(8)), (
-            f"a block of the grid's values times 2^{exponent} has the codes 0 to 7; "
-            f"yours are {found}. Divide by the scale as it is: it's never 0, and what "
-            "you add to it is larger than small scales"
-        )
-    zeros = candidate(torch.zeros(2, 32))
-    assert set(codes_of(zeros)) <= {0, 8}, "zeros stay zeros"
-    small = 4e-8 * seeded(2, 64)  # whose scales are too small for float16
-    for given in (weight.bfloat16(), small.half(), torch.zeros(1, 32).half()):
-        half, whole = candidate(given), candidate(given.float())
-        assert torch.equal(half.blocks, whole.blocks), (
-            f"a {str(given.dtype)[6:]} weight rounds like the same numbers in float32; "
-            "compute in float32"
-        )
-
-
 def check_3_4(candidate):
     """Above every error, and reached in every range of the grid."""
     largest = 7.96875
@@ -468,3 +367,104 @@ def check_3_5(candidate):
     x, y = seeded(5, 224, seed=4), linear(seeded(5, 224, seed=4), packed)
     equal = (candidate(x, packed) == y).float().mean().item()
     print(f"to the last bit equal to linear: {equal:.0%} of the numbers")
+
+
+def check_3_6(candidate):
+    """Against a search through all values, in exact arithmetic."""
+
+    def codes(numbers):
+        """Of one block at scale 1, which a 6 at its end sees to."""
+        block = torch.tensor([[*numbers, *[0.0] * (31 - len(numbers)), 6.0]])
+        packed = candidate(block)
+        for name, shape in (("blocks", (1, 1, 16)), ("scales", (1, 1))):
+            part = getattr(packed, name, None)
+            assert part is not None, "return an MXFP4, with blocks and scales"
+            assert tuple(part.shape) == shape and part.dtype == torch.uint8, (
+                f"a weight [1, 32] has {name} uint8 {list(shape)}; yours are "
+                f"{part.dtype} {list(part.shape)}"
+            )
+        assert packed.scales.item() == 127, (
+            "a block whose largest weight is 6 has the scale byte 127; yours is "
+            f"{packed.scales.item()}"
+        )
+        return codes_of(packed)[: len(numbers)]
+
+    found = codes([3.0, 0.5])
+    assert found != [1, 5], (
+        "the even element goes into the low nibble, not the high one"
+    )
+    assert found == [5, 1], (
+        f"3 and 0.5 are the codes 5 and 1, in one byte; yours are {found}"
+    )
+    found = codes([1.5, -1.5, -6.0, 4.0])
+    assert found == [3, 11, 15, 6], (
+        "the sign is bit 3 of the code: 1.5, -1.5, -6 and 4 are 3, 11, 15 and 6; yours "
+        f"are {found}"
+    )
+    found = codes([0.45, 0.8, 1.4, 2.9, 5.9])
+    assert found == [1, 2, 3, 5, 7], (
+        "0.45, 0.8, 1.4, 2.9 and 5.9 go up to 0.5, 1, 1.5, 3 and 6, the nearest "
+        f"values, whose codes are 1, 2, 3, 5, 7; yours are {found}"
+    )
+    found = codes([7.9, -7.5, 7.0, 6.5])
+    assert found == [7, 15, 7, 7], (
+        "beyond 6 everything is clamped to 6, code 7 (15 with the sign): 7.9, -7.5, 7 "
+        f"and 6.5 came out as {found}"
+    )
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    found = codes(ties)
+    assert found == [0, 2, 2, 4, 4, 6, 6], (
+        f"halfway between two values, the even code wins: {ties} have the codes 0, 2, "
+        f"2, 4, 4, 6, 6; yours are {found}"
+    )
+    for tie in ties:
+        for neighbor in (next_to(tie, 0.0), next_to(tie, 9.0)):
+            (found,) = codes([neighbor])
+            assert found == nearest(neighbor), (
+                f"{neighbor:.7f} is no tie, though as near to {tie} as a float32 can "
+                f"be: its code is {nearest(neighbor)}, yours {found}; a sum before the "
+                "rounding is rounded too"
+            )
+    weight = seeded(3, 4, 64) * torch.logspace(-6, 6, 12).view(3, 4, 1)
+    packed = candidate(weight)
+    assert tuple(packed.blocks.shape) == (3, 4, 2, 16), (
+        f"[3, 4, 64] has blocks [3, 4, 2, 16]; yours are {list(packed.blocks.shape)}"
+    )
+    expected: list[int] = []
+    exponents = []
+    for block in weight.double().reshape(-1, 32).tolist():
+        exponent = math.frexp(max(map(abs, block)))[1] - 3
+        exponents.append(exponent + 127)
+        for value in block:
+            code = nearest(abs(value) / 2.0**exponent)
+            expected.append(code + 8 * (value < 0 < code))
+    assert packed.scales.flatten().tolist() == exponents, (
+        "over 24 random blocks, some scale is not the specification's; each block has "
+        "its own"
+    )
+    found = [code if code != 8 else 0 for code in codes_of(packed)]  # -0 is 0
+    assert found == expected, (
+        "over 24 random blocks, some weight did not go to its block's nearest value"
+    )
+    for exponent in (-14, -24, -44, -66, -116):
+        packed = candidate(torch.tensor([[*GRID, *[0.0] * 24]]) * 2.0**exponent)
+        assert packed.scales.item() == exponent + 127, (
+            f"a block whose largest weight is 6 times 2^{exponent} has the scale byte "
+            f"{exponent + 127}; yours is {packed.scales.item()}: only exact zeros make "
+            "a block of zeros"
+        )
+        found = codes_of(packed)[:8]
+        assert found == list(range(8)), (
+            f"a block of the grid's values times 2^{exponent} has the codes 0 to 7; "
+            f"yours are {found}. Divide by the scale as it is: it's never 0, and what "
+            "you add to it is larger than small scales"
+        )
+    zeros = candidate(torch.zeros(2, 32))
+    assert set(codes_of(zeros)) <= {0, 8}, "zeros stay zeros"
+    small = 4e-8 * seeded(2, 64)  # whose scales are too small for float16
+    for given in (weight.bfloat16(), small.half(), torch.zeros(1, 32).half()):
+        half, whole = candidate(given), candidate(given.float())
+        assert torch.equal(half.blocks, whole.blocks), (
+            f"a {str(given.dtype)[6:]} weight rounds like the same numbers in float32; "
+            "compute in float32"
+        )

@@ -114,109 +114,6 @@ def judge_prefix(books, prompt, tokens, page_hashes, there):
     assert found == page_hashes[:best], f"{told}: the digests of the pages, in order"
 
 
-def check_PageManager_commit(PageManager):
-    """Names and windows after each step, against a count by position."""
-    rng = random.Random(8)
-    for _ in range(40):
-        size, window = rng.randint(1, 4), rng.choice([None, 1, 2, 3, 4, 8, 9])
-        books = manager(PageManager, 90, size, window=window)
-        tokens = [rng.randint(0, 9) for _ in range(40)]
-        books.add(0, tokens)
-        length = 0
-        while length < len(tokens):
-            start, length = length, min(40, length + rng.choice([1, 1, 2, 3, 7]))
-            assert books.allocate(0, length), ROOM
-            before = [list(group) for group in books.tables[0].groups]
-            books.commit(0, tokens, length)
-            judge_commit(books, before, start, length, tokens)
-    books = manager(PageManager, 20, 4, window=4, enable_caching=False)
-    books.add(0, [1] * 12)
-    compute(books, 0, [1] * 12, 12)
-    assert not books.hash_of, "a manager that does not share gives no names"
-    books = manager(PageManager, 20, 4, window=4)
-    books.add(0, [1] * 8)
-    compute(books, 0, [*[1] * 7, -1], 8)
-    assert len(books.tables[0].page_hashes) == 1, (
-        "the last token is not known yet, so the second page has no name yet"
-    )
-    compute(books, 0, [1] * 9, 9)
-    check_integrity(books)
-    books = manager(PageManager, 2100, 4, window=4)
-    tokens = [1] * 4096
-    books.add(0, tokens)
-    compute(books, 0, tokens, 4000)
-    books.allocate(0, 4001)
-    lines = lines_of(lambda: books.commit(0, tokens, 4001))
-    assert lines < 500, (
-        f"to commit one token after 4,000, {lines:,} lines ran: the pages before "
-        "table.first were given back long ago, so begin there"
-    )
-
-
-def lines_of(function):
-    """How many lines of Python ``function`` runs."""
-    count, before = 0, sys.gettrace()
-
-    def trace(frame, event, argument):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-def judge_commit(books, before, start, length, tokens):
-    size, table = books.page_size, books.tables[0]
-    told = f"{start} to {length} tokens, pages of {size}, windows {books.windows}"
-    assert table.num_computed_tokens == length, (
-        f"{told}: table.num_computed_tokens is {table.num_computed_tokens}; "
-        f"{length} tokens are computed now"
-    )
-    assert len(table.page_hashes) == length // size, (
-        f"{told}: {length // size} pages are full and get names, not "
-        f"{len(table.page_hashes)}"
-    )
-    for group, window in enumerate(books.windows):
-        first = 0 if window is None else max(0, length + 1 - window) // size
-        found = list(table.groups[group])
-        gone = [index for index, page in enumerate(found) if page == NULL]
-        kept = [page for page in found if page != NULL]
-        assert len(gone) <= first, (
-            f"{told}: the token at position {length} sees back to page {first}, and "
-            f"your table lacks {gone}"
-        )
-        assert gone == list(range(first)), (
-            f"{told}: the token at position {length} sees back to page {first}; the "
-            f"entries before it become NULL, yours do at {gone}"
-        )
-        assert table.first[group] == first, (
-            f"{told}: table.first[{group}] is {table.first[group]}, the first page in "
-            f"use is {first}"
-        )
-        assert kept == before[group][first:], f"{told}: what is in view stays"
-        left = [page for page in before[group][:first] if page != NULL]
-        assert all(books.references[page] == 0 for page in left), (
-            f"{told}: a page that the window has left is released"
-        )
-        named = [page for page in left if page in books.hash_of]
-        assert left == named, (
-            f"{told}: a full page was released before it had its name: nobody will "
-            "find it again"
-        )
-        left = [page for page in left if page not in books.kept_longer]
-        victims = list(books.cached)[: len(left)]
-        assert set(victims) == set(left), (
-            f"{told}: pages that a window left, {left}, are the next victims: release "
-            "them with behind=True"
-        )
-    check_integrity(books)
-
-
 def check_PageManager_allocate(PageManager):
     """Room, refusals and copies, against what the tables must say."""
     books = manager(PageManager, 10, 4, window=8)
@@ -460,7 +357,110 @@ def check_8_2(pages_of_samples):
         )
 
 
-def check_8_3(take_turns):
+def check_8_3(PageManager):
+    """Names and windows after each step, against a count by position."""
+    rng = random.Random(8)
+    for _ in range(40):
+        size, window = rng.randint(1, 4), rng.choice([None, 1, 2, 3, 4, 8, 9])
+        books = manager(PageManager, 90, size, window=window)
+        tokens = [rng.randint(0, 9) for _ in range(40)]
+        books.add(0, tokens)
+        length = 0
+        while length < len(tokens):
+            start, length = length, min(40, length + rng.choice([1, 1, 2, 3, 7]))
+            assert books.allocate(0, length), ROOM
+            before = [list(group) for group in books.tables[0].groups]
+            books.commit(0, tokens, length)
+            judge_commit(books, before, start, length, tokens)
+    books = manager(PageManager, 20, 4, window=4, enable_caching=False)
+    books.add(0, [1] * 12)
+    compute(books, 0, [1] * 12, 12)
+    assert not books.hash_of, "a manager that does not share gives no names"
+    books = manager(PageManager, 20, 4, window=4)
+    books.add(0, [1] * 8)
+    compute(books, 0, [*[1] * 7, -1], 8)
+    assert len(books.tables[0].page_hashes) == 1, (
+        "the last token is not known yet, so the second page has no name yet"
+    )
+    compute(books, 0, [1] * 9, 9)
+    check_integrity(books)
+    books = manager(PageManager, 2100, 4, window=4)
+    tokens = [1] * 4096
+    books.add(0, tokens)
+    compute(books, 0, tokens, 4000)
+    books.allocate(0, 4001)
+    lines = lines_of(lambda: books.commit(0, tokens, 4001))
+    assert lines < 500, (
+        f"to commit one token after 4,000, {lines:,} lines ran: the pages before "
+        "table.first were given back long ago, so begin there"
+    )
+
+
+def lines_of(function):
+    """How many lines of Python ``function`` runs."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def judge_commit(books, before, start, length, tokens):
+    size, table = books.page_size, books.tables[0]
+    told = f"{start} to {length} tokens, pages of {size}, windows {books.windows}"
+    assert table.num_computed_tokens == length, (
+        f"{told}: table.num_computed_tokens is {table.num_computed_tokens}; "
+        f"{length} tokens are computed now"
+    )
+    assert len(table.page_hashes) == length // size, (
+        f"{told}: {length // size} pages are full and get names, not "
+        f"{len(table.page_hashes)}"
+    )
+    for group, window in enumerate(books.windows):
+        first = 0 if window is None else max(0, length + 1 - window) // size
+        found = list(table.groups[group])
+        gone = [index for index, page in enumerate(found) if page == NULL]
+        kept = [page for page in found if page != NULL]
+        assert len(gone) <= first, (
+            f"{told}: the token at position {length} sees back to page {first}, and "
+            f"your table lacks {gone}"
+        )
+        assert gone == list(range(first)), (
+            f"{told}: the token at position {length} sees back to page {first}; the "
+            f"entries before it become NULL, yours do at {gone}"
+        )
+        assert table.first[group] == first, (
+            f"{told}: table.first[{group}] is {table.first[group]}, the first page in "
+            f"use is {first}"
+        )
+        assert kept == before[group][first:], f"{told}: what is in view stays"
+        left = [page for page in before[group][:first] if page != NULL]
+        assert all(books.references[page] == 0 for page in left), (
+            f"{told}: a page that the window has left is released"
+        )
+        named = [page for page in left if page in books.hash_of]
+        assert left == named, (
+            f"{told}: a full page was released before it had its name: nobody will "
+            "find it again"
+        )
+        left = [page for page in left if page not in books.kept_longer]
+        victims = list(books.cached)[: len(left)]
+        assert set(victims) == set(left), (
+            f"{told}: pages that a window left, {left}, are the next victims: release "
+            "them with behind=True"
+        )
+    check_integrity(books)
+
+
+def check_8_4(take_turns):
     """The same driver written here, on pools of several sizes."""
 
     def expected(books, conversations, rounds):
@@ -517,7 +517,7 @@ def check_8_3(take_turns):
         )
 
 
-def check_8_4(RadixTree):
+def check_8_5(RadixTree):
     """A few splits by hand, then random sequences."""
     tree = RadixTree()
     assert tree.match([1, 2]) == 0, "an empty tree has no prefix of anything"

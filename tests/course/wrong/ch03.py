@@ -180,36 +180,36 @@ def quantized(weight, code=round_half_to_even, sign=True):
     return packed_codes(codes | (values.signbit().byte() << 3) * sign, scales)
 
 
-@wrong("quantize", "low nibble")
+@wrong("3.6", "low nibble")
 def packs_high_first(weight):
     found = quantize(weight)
     return MXFP4(found.blocks >> 4 | found.blocks << 4, found.scales)
 
 
-@wrong("quantize", "the sign is bit 3")
+@wrong("3.6", "the sign is bit 3")
 def without_signs(weight):
     return quantized(weight, sign=False)
 
 
-@wrong("quantize", "nearest values")
+@wrong("3.6", "nearest values")
 def rounds_down(weight):
     grid = torch.tensor(VALUES[:8])
     return quantized(weight, lambda size: (size[..., None] >= grid).sum(-1) - 1)
 
 
-@wrong("quantize", "even code wins")
+@wrong("3.6", "even code wins")
 def ties_go_up(weight):
     middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     return quantized(weight, lambda size: (size[..., None] >= middle).sum(-1))
 
 
-@wrong("quantize", "even code wins")
+@wrong("3.6", "even code wins")
 def ties_go_down(weight):
     grid = torch.tensor(VALUES[:8])
     return quantized(weight, lambda size: (size[..., None] - grid).abs().argmin(-1))
 
 
-@wrong("quantize", "clamped to 6")
+@wrong("3.6", "clamped to 6")
 def without_a_clamp(weight):
     def code(size):
         high = torch.where(size < 4, size.round() + 2, (size / 2).round() + 4)
@@ -218,7 +218,7 @@ def without_a_clamp(weight):
     return quantized(weight, code)
 
 
-@wrong("quantize", "sum before the rounding")
+@wrong("3.6", "sum before the rounding")
 def adds_before_rounding(weight):
     def code(size):
         high = torch.where(size < 4, (size + 2).round(), (size / 2 + 4).round())
@@ -227,7 +227,7 @@ def adds_before_rounding(weight):
     return quantized(weight, code)
 
 
-@wrong("quantize", "only exact zeros")
+@wrong("3.6", "only exact zeros")
 def small_blocks_as_zeros(weight):
     small = weight.unflatten(-1, (-1, BLOCK)).abs().amax(-1) < 1e-6
     found = quantize(weight)
@@ -235,7 +235,7 @@ def small_blocks_as_zeros(weight):
     return MXFP4(blocks, found.scales.masked_fill(small, 0))
 
 
-@wrong("quantize", "what you add to it")
+@wrong("3.6", "what you add to it")
 def adds_an_epsilon(weight):
     values = weight.float().unflatten(-1, (-1, BLOCK))
     scales = choose_scales(values)
@@ -244,7 +244,7 @@ def adds_an_epsilon(weight):
     return packed_codes(codes | (values.signbit().byte() << 3), scales)
 
 
-@wrong("quantize", "float32")
+@wrong("3.6", "float32")
 def in_the_dtype_of_the_weight(weight):
     if weight.dtype == torch.float32:
         return quantize(weight)
@@ -255,7 +255,7 @@ def in_the_dtype_of_the_weight(weight):
     return packed_codes(codes, scales)
 
 
-@wrong("quantize", "float16 weight rounds like")
+@wrong("3.6", "float16 weight rounds like")
 def scales_in_the_dtype_of_the_weight(weight):
     values = weight.unflatten(-1, (-1, BLOCK))
     scales = choose_scales(values.float())

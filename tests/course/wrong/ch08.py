@@ -77,19 +77,19 @@ def committed(books, sequence, tokens, length, shift=0, name_first=True, null=NU
         books._hash_full_pages(table, tokens)
 
 
-@wrong("PageManager.commit", "sees back to page")
+@wrong("8.3", "sees back to page")
 class OneTooEarly(PageManager):
     def commit(self, sequence, tokens, length):
         committed(self, sequence, tokens, length, shift=1)
 
 
-@wrong("PageManager.commit", "sees back to page")
+@wrong("8.3", "sees back to page")
 class OneTooLate(PageManager):
     def commit(self, sequence, tokens, length):
         committed(self, sequence, tokens, length, shift=-1)
 
 
-@wrong("PageManager.commit", "get names")
+@wrong("8.3", "get names")
 class NeverNames(PageManager):
     def commit(self, sequence, tokens, length):
         share, self.enable_caching = self.enable_caching, False
@@ -97,25 +97,25 @@ class NeverNames(PageManager):
         self.enable_caching = share
 
 
-@wrong("PageManager.commit", "before it had its name")
+@wrong("8.3", "before it had its name")
 class NamesTooLate(PageManager):
     def commit(self, sequence, tokens, length):
         committed(self, sequence, tokens, length, name_first=False)
 
 
-@wrong("PageManager.commit", "NULL")
+@wrong("8.3", "NULL")
 class LeavesTheEntries(PageManager):
     def commit(self, sequence, tokens, length):
         committed(self, sequence, tokens, length, null=None)
 
 
-@wrong("PageManager.commit", "behind=True")
+@wrong("8.3", "behind=True")
 class ReleasesPlainly(PageManager):
     def _release(self, page, behind=False):
         super()._release(page)
 
 
-@wrong("PageManager.commit", "table.num_computed_tokens")
+@wrong("8.3", "table.num_computed_tokens")
 class NotesNothing(PageManager):
     def commit(self, sequence, tokens, length):
         before = self.tables[sequence].num_computed_tokens
@@ -252,7 +252,7 @@ def without_sharing(prompt, samples, new, page_size):
     return samples * -(-(prompt + new) // page_size)
 
 
-@wrong("8.3", "its own turn")
+@wrong("8.4", "its own turn")
 def never_removes(manager, conversations, rounds):
     found = []
     for turn in range(rounds):
@@ -266,7 +266,7 @@ def never_removes(manager, conversations, rounds):
     return found
 
 
-@wrong("8.3", "have changed")
+@wrong("8.4", "have changed")
 def changes_the_lists(manager, conversations, rounds):
     found = []
     for _ in range(rounds):
@@ -306,10 +306,10 @@ class Trie:
         return below(self.root)
 
 
-wrong("8.4", "one edge")(Trie)
+wrong("8.5", "one edge")(Trie)
 
 
-@wrong("8.4", "ends inside an edge")
+@wrong("8.5", "ends inside an edge")
 class EndsNowhere(Trie):
     """Counts edges only where sequences part."""
 
@@ -321,7 +321,7 @@ class EndsNowhere(Trie):
         return below(self.root) + (1 if len(self.root) == 1 else 0)
 
 
-@wrong("8.4", "from the root, one edge at a time")
+@wrong("8.5", "from the root, one edge at a time")
 class KeepsAList:
     """Every sequence as it came, and each compared with what is looked for."""
 
@@ -369,7 +369,7 @@ class ForgetsWithoutWriting(PageManager):
         return grown(self, sequence, length, forget=True)
 
 
-@wrong("PageManager.commit", "begin there")
+@wrong("8.3", "begin there")
 class BeginsAtTheFirstPageEachTime(PageManager):
     def commit(self, sequence, tokens, length):
         table = self.tables[sequence]
@@ -424,17 +424,17 @@ def turns(manager, conversations, rounds, *, each, which=0):
     return found
 
 
-@wrong("8.3", "its own turn")
+@wrong("8.4", "its own turn")
 def removes_after_the_round(manager, conversations, rounds):
     return turns(manager, conversations, rounds, each=False)
 
 
-@wrong("8.3", "times its first one")
+@wrong("8.4", "times its first one")
 def repeats_the_last_token(manager, conversations, rounds):
     return turns(manager, conversations, rounds, each=True, which=-1)
 
 
-@wrong("8.4", "walk down")
+@wrong("8.5", "walk down")
 class AListOfAll:
     """No tree: every sequence is compared, and the edges are counted afterwards."""
 
