@@ -127,14 +127,14 @@ class RequestMiddleware:
         given = given or request.headers.get("x-api-key", "")  # Anthropic's clients
         if not same(given, self.service.key):
             expected = "expected the header Authorization: Bearer with the server's key"
-            # In OpenAI's words, by which LiteLLM tells it from other bad requests.
+            # In OpenAI's words, which LiteLLM looks for.
             what = "Incorrect API key provided" if given else "No API key provided"
             message = f"{what}; {expected}"
             headers = {"www-authenticate": "Bearer"}
             raise APIError(401, message, code="invalid_api_key", headers=headers)
 
     def explain(self, error: Exception, call: Call) -> APIError:
-        """What the client is told."""
+        """The APIError for a client."""
         if isinstance(error, HTTPException):  # from routing
             path = call.request.url.path
             allowed = (error.headers or {}).get("Allow", "")
@@ -178,7 +178,7 @@ def request_id(request: HTTPRequest) -> str:
 
 
 def same(given: str, key: str) -> bool:
-    """Whether two keys are equal, in a time that tells nothing of where they differ."""
+    """Whether two keys are equal, in a time independent of where they differ."""
     sent = given.encode("latin-1")  # as headers come
     known = key.encode(errors="surrogateescape")  # as arguments do
     digests = [hashlib.sha256(text).digest() for text in (sent, known)]

@@ -125,7 +125,7 @@ class DrainingServer(uvicorn.Server):
         self.deadline = float("inf")  # by time.monotonic()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came. Uvicorn would raise it again at its end; this is ours."""
+        """Note a signal. Uvicorn would raise it again at its end; this one doesn't."""
         self.force_exit = self.service.draining  # waits for no slow reader
         self.deadline = time.monotonic() + (0 if self.force_exit else self.grace)
         self.service.draining = True
@@ -139,7 +139,7 @@ class DrainingServer(uvicorn.Server):
         late = time.monotonic() >= self.deadline
         if not (dead or idle or late):
             return False
-        if late:  # what still runs is told so, and its pages are free
+        if late:  # what still runs ends as aborted, and its pages are free
             await asyncio.to_thread(service.llm.close, cancel=True)
         return True
 

@@ -1,4 +1,4 @@
-"""What a server has before anything heavy is imported: options, socket, a process."""
+"""What a server needs before anything heavy is imported: options, socket, process."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ Spawn = Callable[[], tuple[subprocess.Popen[bytes], socket.socket]]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says of a server."""
+    """The server's options of the command line."""
 
     names: Sequence[str]  # that clients call the model
     key: str | None = None  # that clients must send
@@ -35,9 +35,9 @@ class Options:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address; nobody can connect before it listens.
+    """A socket bound to an address; it doesn't listen yet.
 
-    So that a port which is taken is known before a model is loaded. Raises ValueError.
+    So a port that is taken is known before a model is loaded. Raises ValueError.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -87,10 +87,10 @@ def visible_gpus() -> list[str]:
 
 
 def spawn_each(count: int, device: str | None) -> list[Spawn]:
-    """`spawn` for each of ``count`` engines, with as many of the cores as the others.
+    """`spawn` for each of ``count`` engines, each with an equal share of the cores.
 
-    And with a GPU that no other one sees, unless ``device`` is "cpu" or there is none.
-    Raises ValueError if there are not as many GPUs.
+    Each also has a GPU of its own, unless ``device`` is "cpu" or there is none. Raises
+    ValueError if there are fewer GPUs.
     """
     gpus = [] if device == "cpu" else visible_gpus()
     if gpus:
@@ -104,10 +104,10 @@ def spawn_each(count: int, device: str | None) -> list[Spawn]:
 
 
 def freeze_objects() -> None:
-    """Take what is there for what stays.
+    """Exclude all objects that exist now from garbage collection.
 
-    Looking for garbage among all the objects that make up the model, the libraries and
-    the server would stop every thread for tenths of a second.
+    Going through all the objects of the model, the libraries and the server would stop
+    every thread for tenths of a second.
     """
     gc.collect()
     gc.freeze()

@@ -2,7 +2,7 @@
 
 Rules are a dict, `{"json_schema": ...}` or `{"lark_grammar": ...}`. What is too large
 for llguidance, or would let the model write control tokens, is refused here; the limits
-of its parser bound the rest. Nothing here needs llguidance.
+of its parser bound the rest. This module does not import llguidance.
 """
 
 import json
@@ -40,7 +40,7 @@ LARK_REFUSED = re.compile(r"<\S*|[@~&]|%(?!ignore\b|import\b)\w*")
 
 
 def output_rules(outputs: StructuredOutputs) -> dict[str, Any]:
-    """The rules of a text that ``outputs`` asks for. Raises ValueError."""
+    """The rules for the text that ``outputs`` describes. Raises ValueError."""
     if outputs.json is not None:
         return schema_rules(outputs.json, f"{WHERE}.json")
     if outputs.regex is not None:
@@ -51,12 +51,12 @@ def output_rules(outputs: StructuredOutputs) -> dict[str, Any]:
 
 
 def rules_text(*rules: Mapping[str, Any]) -> str:
-    """What llguidance takes: the rules of a text, and before them those they name."""
+    """Rules as the text that llguidance takes: the first may name those after it."""
     return json.dumps({"grammars": rules})
 
 
 def checked_text(text: str, where: str) -> str:
-    """``text`` if it isn't empty or too long."""
+    """``text`` if it is neither empty nor too long. Raises ValueError."""
     expect(text, where, text, "a text that is not empty")
     count = f"{len(text)} characters"
     expect(len(text) <= MAX_TEXT, where, count, f"at most {MAX_TEXT} characters")
@@ -66,7 +66,7 @@ def checked_text(text: str, where: str) -> str:
 def regex_rules(regex: str) -> dict[str, Any]:
     """The rules of a text that ``regex`` matches as a whole.
 
-    So "^" in front and "$" at the end say nothing; llguidance knows them in no place.
+    So a "^" in front and a "$" at the end are dropped; elsewhere llguidance has none.
     """
     where = f"{WHERE}.regex"
     bare = checked_text(regex, where).removeprefix("^")
@@ -89,7 +89,7 @@ def choice_rules(choice: Any) -> dict[str, Any]:
 
 
 def lark_rules(grammar: str) -> dict[str, Any]:
-    """The rules that ``grammar`` says itself, in Lark."""
+    """The rules of ``grammar``, which is written in Lark."""
     where = f"{WHERE}.grammar"
     bare = LARK_TEXTS.sub(" ", checked_text(grammar, where))
     count = len(re.findall(r"[(\[\n]", bare)) + 1
@@ -104,7 +104,7 @@ def lark_rules(grammar: str) -> dict[str, Any]:
 def schema_rules(schema: Any, where: str) -> dict[str, Any]:
     """The rules of JSON that fits ``schema``, text or a dict.
 
-    Raises ValueError with the path of what can't be done, which begins with ``where``.
+    Raises ValueError with the path of what can't be done; it begins with ``where``.
     """
     problem = None
     try:

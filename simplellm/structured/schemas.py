@@ -1,7 +1,7 @@
-"""Refuses JSON schemas that llguidance can't do, or not in time, and says where.
+"""Refuses JSON schemas that llguidance can't compile, or not in time, and says where.
 
-Keywords that nobody knows are annotations, as the standard has it. Some things
-llguidance takes and then does wrong; they are refused, or said in another way.
+Unknown keywords are annotations, as the standard has it. Some things llguidance accepts
+and then does wrong; they are refused, or rewritten.
 """
 
 import re
@@ -120,7 +120,7 @@ def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def required_of(schema: Mapping[str, Any]) -> set[str]:
-    """The names that an object must have."""
+    """The names of the properties that an object must have."""
     return {name for name in listed(schema, "required") if isinstance(name, str)}
 
 
@@ -132,7 +132,7 @@ def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
 
 
 def nesting(value: Any) -> int:
-    """How deep lists and objects are nested. Raises RecursionError."""
+    """How deep lists and objects are nested in a value. Raises RecursionError."""
     if not isinstance(value, dict | list):
         return 0
     inside = value.values() if isinstance(value, dict) else value
@@ -140,7 +140,7 @@ def nesting(value: Any) -> int:
 
 
 def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
-    """The schemas right inside one."""
+    """The direct subschemas of a schema, with their paths."""
     for key in SINGLE:
         yield f"{path}.{key}", schema.get(key)
     for key in SEVERAL:
@@ -155,10 +155,10 @@ def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
 def blamed(
     root: Mapping[str, Any], refused: Callable[[Mapping[str, Any]], bool], until: float
 ) -> str:
-    """The path of the innermost schema in ``root`` that is ``refused``; "" for itself.
+    """The path of the innermost subschema of ``root`` that is ``refused``, or "".
 
-    Each is asked for beside the definitions of ``root``. What isn't asked for by
-    ``until``, a time.monotonic(), is left out: then the path is a shorter one.
+    Each subschema is tested together with the definitions of ``root``. At ``until``, a
+    time.monotonic(), the search ends with the path that it has found by then.
     """
     around = {key: root[key] for key in AROUND if key in root}
     path, schema, seen = "", root, {id(root)}
@@ -177,7 +177,7 @@ def blamed(
 
 
 def levels_of(schema: Any, path: str) -> list[list[Place]]:
-    """A schema and those inside it, level by level; what is no object is none."""
+    """A schema and its subschemas, level by level; what is no object is left out."""
     floors = [[(path, schema)]]
     while floors[-1]:
         floors.append(
@@ -192,7 +192,7 @@ def levels_of(schema: Any, path: str) -> list[list[Place]]:
 
 
 def target_of(root: Any, pointer: Any) -> Any:
-    """The schema inside ``root`` that a $ref leads to; None if there is none."""
+    """The schema inside ``root`` that a  names; None if there is none."""
     first, *words = pointer.split("/") if isinstance(pointer, str) else [""]
     target = root if first == "#" else None
     for word in map(unquote, words):
@@ -207,7 +207,10 @@ def target_of(root: Any, pointer: Any) -> Any:
 def circle_of(
     schemas: Sequence[Mapping[str, Any]], root: Any
 ) -> Mapping[str, Any] | None:
-    """One whose $ref leads back to it without going inside of what it describes."""
+    """A schema whose  leads back to it without descending into the value.
+
+    None if there is none. Such a schema would have no end.
+    """
     beside = {}
     for schema in schemas:
         some = [one for key in BESIDE for one in schema.get(key, ())]
@@ -229,7 +232,7 @@ def circle_of(
 def common_multiple(schemas: Sequence[Mapping[str, Any]]) -> int:
     """The least common multiple of all multipleOf, in units of their last digit.
 
-    Once it is more than there may be, the rest doesn't count.
+    Beyond MAX_MULTIPLE, any larger number may be returned.
     """
     multiples = [schema.get("multipleOf") for schema in schemas]
     some = {repr(number) for number in multiples if isinstance(number, int | float)}
@@ -247,7 +250,7 @@ def common_multiple(schemas: Sequence[Mapping[str, Any]]) -> int:
 
 
 def scalars(value: Any) -> Iterator[Any]:
-    """What is in lists and objects, and the names there. Raises RecursionError."""
+    """The keys and scalars of nested lists and objects. Raises RecursionError."""
     if isinstance(value, dict):
         yield from value
     if isinstance(value, dict | list):
@@ -258,7 +261,7 @@ def scalars(value: Any) -> Iterator[Any]:
 
 
 def value_problem(schema: Mapping[str, Any], path: str) -> str | None:
-    """What the names, values and bounds of one schema say wrongly."""
+    """The first name, value or bound of one schema that llguidance can't take."""
     keys = "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf const enum"
     given = {key: schema[key] for key in keys.split() if key in schema}
     if isinstance(named := schema.get("properties"), dict):
@@ -276,7 +279,7 @@ def value_problem(schema: Mapping[str, Any], path: str) -> str | None:
 
 
 def pattern_problem(schema: Mapping[str, Any], path: str) -> str | None:
-    """Which pattern of one schema llguidance would understand in another way."""
+    """The first pattern of one schema that llguidance would understand otherwise."""
     patterns = {"pattern": schema.get("pattern")}
     if isinstance(named := schema.get("patternProperties"), dict):
         patterns |= {f"patternProperties.{short(name)[1:-1]}": name for name in named}
@@ -290,7 +293,7 @@ def pattern_problem(schema: Mapping[str, Any], path: str) -> str | None:
 
 
 def optional_properties(schema: Mapping[str, Any]) -> int:
-    """How many properties of an object may be left out."""
+    """How many properties of an object are optional."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return 0
@@ -298,9 +301,10 @@ def optional_properties(schema: Mapping[str, Any]) -> int:
 
 
 def counted_properties(schemas: Sequence[Mapping[str, Any]]) -> int:
-    """Optional properties that minProperties counts, here or where schemas meet.
+    """The number of optional properties where llguidance may count properties.
 
-    llguidance does that only where there are no others, and has a rule for each pair.
+    It counts them for minProperties, only in closed objects, with a rule for each pair.
+    Schemas may meet in allOf, so one minProperties anywhere is enough.
     """
     if not any("minProperties" in schema for schema in schemas):
         return 0
@@ -309,7 +313,7 @@ def counted_properties(schemas: Sequence[Mapping[str, Any]]) -> int:
 
 
 def say_exactly(schema: dict[str, Any]) -> None:
-    """Say in a schema what llguidance would do wrongly so that it doesn't."""
+    """Rewrite patterns and formats that llguidance would understand otherwise."""
     if isinstance(pattern := schema.get("pattern"), str):
         schema["pattern"] = exact_pattern(pattern)
     if isinstance(named := schema.get("patternProperties"), dict):
@@ -322,10 +326,10 @@ def say_exactly(schema: dict[str, Any]) -> None:
 
 
 def say_finitely(schema: dict[str, Any], decimals: bool) -> None:
-    """Bound the digits of a schema's numbers, but where it says nothing of them.
+    """Bound the numbers of a schema, so that they have finitely many digits.
 
-    Those of a fraction too if ``decimals``: no other schema has a multipleOf, beside
-    which llguidance's count of them may overflow.
+    With ``decimals``, fractions too: then no schema has a multipleOf, with which
+    llguidance's least common multiple might overflow. Numbers without any bound stay.
     """
     kinds = kinds_of(schema) or {"number"}
     given = [[schema[key] for key in keys if key in schema] for *keys, _ in SIDES]
@@ -341,7 +345,7 @@ def say_finitely(schema: dict[str, Any], decimals: bool) -> None:
 
 
 def exact_pattern(pattern: str) -> str:
-    """A pattern whose white space and whose dot are those of ECMA-262."""
+    """A pattern whose white space and dot are those of ECMA-262."""
 
     def exact(part: re.Match[str]) -> str:
         text = part[0]
@@ -378,10 +382,10 @@ MEANT_BESIDE = {
 
 
 def drop_what_says_nothing(schema: dict[str, Any], root: Any) -> None:
-    """Take out of one schema what means nothing where it stands.
+    """Delete the keywords of one schema that mean nothing where they stand.
 
-    Generators write such keywords everywhere. An id inside the whole schema is a name
-    that nothing here goes by, unless a $ref under it is to begin there.
+    Generators write such keywords everywhere. An id in a subschema only names it, and
+    nothing here uses the name, unless there is a  below it that is relative to it.
     """
     for key in [key for key in schema if key in UNSUPPORTED]:
         value = schema[key]
@@ -401,12 +405,12 @@ def drop_what_says_nothing(schema: dict[str, Any], root: Any) -> None:
 
 
 def refers(schema: dict[str, Any]) -> bool:
-    """Whether there is a $ref in a schema."""
+    """Whether there is a  in a schema or its subschemas."""
     return any("$ref" in one for _, one in chain(*levels_of(schema, "")))
 
 
 def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | None:
-    """What one schema says itself that can't be done."""
+    """The first keyword of one schema that can't be done."""
     for key in schema:
         if key in UNSUPPORTED:
             return f"{path}.{key}: this keyword is not supported"
@@ -437,12 +441,12 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
 
 
 def problem_of(root: Any, where: str) -> str | None:
-    """What a schema says that can't be done, or None. Raises RecursionError.
+    """The first problem of a schema, or None. Raises RecursionError.
 
-    It is looked for where llguidance looks, through each $ref once. The levels of all
-    that they lead to may stand upon each other there. A schema without a problem then
-    says the same in words that llguidance does right. One that nothing fits which ends
-    is none: a model follows it for as many tokens as it may.
+    The search goes where llguidance goes, through each  once; the levels of all that
+    these lead to add up, since they may nest. A schema without a problem is rewritten
+    in place, in words that llguidance does right. A schema that no finite text fits is
+    not found here: a model follows it for as many tokens as it may.
     """
     if not isinstance(root, dict):
         return f"{where} is {short(root)}; expected an object"

@@ -35,8 +35,8 @@ SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refu
 class Vocabulary:
     """A tokenizer as llguidance wants it: every id's bytes, and a way to encode.
 
-    llguidance panics where a text can't be encoded. So one with a byte that no token
-    spells is encoded up to there.
+    llguidance panics if a text can't be encoded. So a text with a byte that no token
+    spells is encoded up to that byte.
     """
 
     bos_token_id = None
@@ -54,7 +54,7 @@ class Vocabulary:
         """The tokens of a text, which spell it to the byte.
 
         Some tokenizers change a text, and some put a space in front of it, though not
-        behind a line break. What they would change is spelled in bytes.
+        after a line break. What they would change is spelled in bytes.
         """
         text = (text.decode() if isinstance(text, bytes) else text)[:MOST_FORCED]
         bytes_, ids = text.encode(), self.tokenizer.encode(text)
@@ -85,14 +85,14 @@ class Grammars:
 
     @cached_property
     def vocabulary(self) -> Any:
-        """llguidance's tokenizer; 0.5 s for 200,000 tokens, in which no thread runs."""
+        """llguidance's tokenizer. 200,000 tokens take 0.5 s and hold the GIL."""
         library, ends = llguidance(), sorted(self.eos_token_ids)
         library_vocabulary = Vocabulary(self.tokenizer, self.vocab_size, ends[0])
         wrapped = library.TokenizerWrapper(library_vocabulary)
         return library.LLTokenizer(wrapped, self.vocab_size, ends)
 
     def compile(self, text: str) -> "Grammar":
-        """``text`` is Lark or JSON, as llguidance takes it. Raises GrammarError."""
+        """The grammar of ``text``, Lark or JSON for llguidance. Raises GrammarError."""
         library, inputs = llguidance(), (self.vocabulary, text)
         limits, begin = library.LLParserLimits(**LIMITS), time.thread_time()
         matcher = library.LLMatcher(*inputs, log_level=0, limits=limits)
@@ -113,10 +113,10 @@ Compile = Callable[[str], Grammar]
 
 
 def refusal(rules: Mapping[str, Any], compile: Compile) -> str | None:
-    """Why ``rules`` are refused, and where in their schema; None if they aren't.
+    """Why llguidance refuses ``rules``, and where; None if it doesn't.
 
-    llguidance names no path. So the innermost schema is looked for that it refuses
-    for the same kind of reason, which stands before a colon.
+    llguidance names no path. So this searches for the innermost schema that it refuses
+    for a reason of the same kind, the text before a colon.
     """
     reason = reason_against(rules, compile)
     if reason is None or "json_schema" not in rules:
@@ -134,7 +134,7 @@ def refusal(rules: Mapping[str, Any], compile: Compile) -> str | None:
 
 
 def reason_against(rules: Mapping[str, Any], compile: Compile) -> str | None:
-    """Why ``rules`` are refused; None if they aren't."""
+    """The reason why llguidance refuses ``rules``; None if it doesn't."""
     try:
         compile(rules_text(rules))
     except GrammarError as error:

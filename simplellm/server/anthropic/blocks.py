@@ -67,7 +67,7 @@ class ToolUse(Part):
 
 
 def as_input(text: str) -> dict[str, Any]:
-    """A call's input, from the text that a client kept in its place."""
+    """The input of a call, from the text that a client stored for it."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -83,7 +83,7 @@ Texts = str | Several[Annotated[Part, either("type", TextBlock)]]
 
 
 class ToolResult(Part):
-    """What came of a call."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -102,7 +102,7 @@ class ToolResult(Part):
         return {**data, "name": UNKNOWN}
 
     def shown(self, called: Mapping[str, str], where: str) -> Message:
-        """The message for the model; ``called`` has the tool behind each id."""
+        """The message for the model; ``called`` has the tool's name by call id."""
         id = self.tool_use_id
         if (name := called.get(id, self.name)) is None:
             wrong = f"{where}.tool_use_id is {short(id)}; expected the id of a call"
@@ -215,7 +215,7 @@ def text_in(content: Any) -> str:
 def shown_turn(
     turn: InputTurn, where: str, called: dict[str, str], dialect: Dialect
 ) -> list[Message]:
-    """A message as the model is shown it; ``called`` has the tool behind each id."""
+    """A message for the model; ``called`` has the tool's name by call id."""
     blocks, messages = turn.blocks(), list[Message]()
     if turn.role == "system":
         return [Message("developer", dialect.lead(text_in(blocks), ()))]

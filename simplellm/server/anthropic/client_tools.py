@@ -58,7 +58,7 @@ BUILT_IN_TOOLS: dict[str, dict[str, Any]] = {
 
 
 def built_in(kind: str) -> dict[str, Any] | None:
-    """What the model is told of a tool of Anthropic's, if a client runs it."""
+    """The function for a tool of Anthropic's that clients run; None for other tools."""
     return next(
         (t for name, t in BUILT_IN_TOOLS.items() if kind.startswith(name)), None
     )

@@ -1,9 +1,10 @@
-"""/v1/messages: Anthropic's way to ask, with blocks in place of channels.
+"""/v1/messages: Anthropic's interface, with blocks in place of channels.
 
-A call's input must be an object there, whatever the model wrote. Where that is one, its
-text goes out as it is, not read and written again; any other text is the only entry of
-an object, `{"_raw": text}`, and is shown to the model as it was when it comes back. An
-input is told once the call is over: half of one may turn out to be either.
+A call's input must be an object, whatever the model wrote. If it wrote an object, its
+text goes out as it is, without being parsed and written again. Any other text becomes
+the only entry of an object, `{"_raw": text}`, and is the bare text again when it comes
+back from the client. An input is sent when the call is over: half of a text may turn
+out to be either.
 """
 
 import uuid
@@ -124,7 +125,7 @@ class Blocks:
 
 
 def message_usage(usage: Usage) -> dict[str, Any]:
-    """The usage as messages tell it: what the cache held is no input."""
+    """The usage in Anthropic's fields: cached tokens don't count as input."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,  # the cache needs no orders
@@ -226,7 +227,7 @@ class AnthropicMessage(Generation):
 
 
 def count_message_tokens(call: Call) -> dict[str, Any]:
-    """How long a conversation is, even one that is too long to be asked."""
+    """How many tokens a conversation has, even if that is too many to answer."""
     body: CountBody = call.body
     call.service.check_model(body.model)
     input_processor = call.service.llm.input_processor

@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages: what a client may ask for, as the model is shown it."""
+"""The bodies of /v1/messages, and the conversation that the model gets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -55,11 +55,11 @@ CONVERSATION_UNSUPPORTED = {
 
 
 class Thinking(Body):
-    """Whether the model is to think. It does if it wants to; its effort can be low."""
+    """Whether the model is to think. It does as it likes; disabled means low effort."""
 
     unsupported: ClassVar = {
         "display": Unsupported(
-            "the thoughts are told as they are", ("summarized",), hint=True
+            "the thoughts come as they are", ("summarized",), hint=True
         ),
     }
 
@@ -71,7 +71,7 @@ class Thinking(Body):
 
 
 class OutputConfig(Body):
-    """How the model is to answer."""
+    """The effort and the format of the answer."""
 
     prefix = "output_config."
 
@@ -98,17 +98,17 @@ class ToolChoice(Body):
 
     @property
     def as_openai(self) -> str | dict[str, Any]:
-        """The body in the words of OpenAI."""
+        """The tool_choice as OpenAI writes it."""
         if self.type == "tool":
             return {"type": "function", "name": shown_name(self.name or "")}
         return "required" if self.type == "any" else self.type
 
 
 class Thread(Body):
-    """A conversation that Anthropic keeps. Here each request has all of it.
+    """A conversation that Anthropic stores. Here each request holds all of it.
 
-    So to create one asks for nothing. To continue one is refused with the code at which
-    the client sends the whole.
+    So a body that creates one asks for nothing. One that continues a thread is refused
+    with the error code at which clients send the whole conversation.
     """
 
     prefix = "thread."
@@ -171,7 +171,7 @@ class CountBody(Body):
 
     @property
     def format(self) -> Format:
-        """What the answer's text is to fit. Raises TypeError or ValueError."""
+        """The format of the answer's text. Raises TypeError or ValueError."""
         given = (self.output_config or OutputConfig()).format
         named = given and {"name": "output", **given}
         return as_format(named, "output_config.format")
@@ -183,7 +183,7 @@ class CountBody(Body):
         return (self.output_config or OutputConfig()).effort
 
     def client_tools(self) -> ClientTools:
-        """The tools, in the client's words too. Raises TypeError or ValueError."""
+        """The tools, with the client's names. Raises TypeError or ValueError."""
         functions = []
         for number, tool in enumerate(self.tools or ()):
             where = f"tools[{number}]"
@@ -201,16 +201,16 @@ class CountBody(Body):
         return ClientTools(functions)
 
     def offered(self) -> list[Tool]:
-        """The tools that the model is told of. Raises TypeError or ValueError."""
+        """The tools that the model may call. Raises TypeError or ValueError."""
         tools = as_tools(self.client_tools().functions)
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return [] if hidden else tools
 
     @property
     def begins_answer(self) -> bool:
-        """Whether the last message is the beginning of an answer, to be gone on with.
+        """Whether the last message is the answer's prefix, which the model continues.
 
-        As Anthropic has it, it is text.
+        As with Anthropic, that is text.
         """
         last = self.messages[-1] if self.messages else None
         ends = last.blocks()[-1:] if isinstance(last, AssistantTurn) else []
@@ -247,7 +247,7 @@ class MessageBody(CountBody, SampledBody):
         "response_format": Unsupported("use format of output_config"),
         "service_tier": Unsupported(NOT_HERE, ("auto", "standard_only"), hint=True),
         "stop": Unsupported("use stop_sequences"),
-        "stream_options": Unsupported("a stream always tells the usage", hint=True),
+        "stream_options": Unsupported("a stream always has the usage", hint=True),
         "user": Unsupported("use metadata", hint=True),
     }
 
@@ -270,7 +270,7 @@ class MessageBody(CountBody, SampledBody):
 
 
 def with_output(data: dict[str, Any]) -> dict[str, Any]:
-    """Effort and format where output_config has them."""
+    """The body with effort and format in output_config."""
     form, config = data.pop("output_format", None), data.get("output_config", {})
     if not isinstance(config, Mapping):
         return data
@@ -281,7 +281,7 @@ def with_output(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_custom(tool: Any) -> Any:
-    """A tool in Anthropic's words, also a function in OpenAI's."""
+    """A tool in Anthropic's form, also made of a function in OpenAI's."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         return tool
     fields = {key: value for key, value in flat(tool).items() if key != "type"}
@@ -291,9 +291,9 @@ def as_custom(tool: Any) -> Any:
 def offered_here(
     tools: Sequence[Any], context: ValidationContext, counted: bool
 ) -> list[Any]:
-    """The tools without those that Anthropic runs, unless there are no others.
+    """Drop the tools that Anthropic's servers run, if others are left.
 
-    Where tokens are only ``counted``, these are left out, too: they have none.
+    Where tokens are only ``counted`` all of them are dropped: they have no tokens here.
     """
     kept, left_out = [], []
     for tool in tools:

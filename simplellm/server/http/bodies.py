@@ -4,7 +4,7 @@ What a body may hold is declared in one place, in three classes. What is *taken*
 field, with its type and its bounds. What is *mapped* becomes such a field: another name
 of it, or a value that means nearly the same; null is absent. What is *refused* stands
 in ``unsupported`` with a sentence that says what to do, since without it the answer
-would be another one. Any other name is ignored, and the answer's header names it. A
+would be another one. Any other name is ignored, and a header of the answer names it. A
 strict server maps nothing and refuses what it doesn't know. The OpenAPI document is
 made from the same models.
 """
@@ -57,24 +57,24 @@ class ValidationContext:
     ignored: dict[str, None] = field(default_factory=dict)  # names, in their order
 
     def ignore(self, name: str) -> None:
-        """Note that nothing is done with ``name``, a path in the body."""
+        """Note that ``name``, a path in the body, is ignored."""
         if len(self.ignored) < MOST_IGNORED:
             self.ignored[re.sub(r"\[\d+\]", "", name)[:MAX_NAME]] = None
 
     @property
     def header(self) -> str:
-        """The names as a header's value."""
+        """The ignored names as a header's value."""
         names = (re.sub(r"[^\x21-\x2b\x2d-\x7e]", "_", name) for name in self.ignored)
         return ", ".join(names)
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A parameter of others, with which nothing is done.
+    """A parameter of other servers that this one does not support.
 
-    ``ignored_values`` ask for nothing. Any other value is refused, unless it is a
-    ``hint``: without it the answer may come later or cost more, but is no other one.
-    A hint is ignored, and refused only by a strict server.
+    ``ignored_values`` ask for nothing. Any other value is refused, unless the parameter
+    is a ``hint``: without it the answer may come later or cost more, but is the same.
+    Only a strict server refuses hints, the others ignore them.
     """
 
     why: str  # that it isn't supported, in words for whoever asks for it
@@ -107,19 +107,19 @@ QUOTED_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")  # that may stand in quot
 
 
 def text_instead(what: str) -> str:
-    """What the model is told in the place of something that is no text."""
+    """The text that stands for content without text, such as an image."""
     return f"[{what}: {TEXT_ONLY}]"
 
 
 def nearest_effort(value: Any, info: "ValidationInfo[ValidationContext]") -> Any:
-    """An effort as the model knows it."""
+    """The nearest of the efforts that models know."""
     if (info.context or STRICT).strict or not isinstance(value, str):
         return value
     return EFFORTS.get(value.lower(), value.lower())
 
 
 def an_object(*required: str, **properties: Any) -> dict[str, Any]:
-    """The JSON schema of an object; what `as_format` and others read of it."""
+    """The JSON schema of an object, for bodies' documents."""
     return {"type": "object", "required": [*required], "properties": properties}
 
 
@@ -148,23 +148,23 @@ STRICT = ValidationContext(strict=True)  # of what no client has sent
 class Part(BaseModel):
     """A part of a conversation. Its fields are *taken*; null is absent.
 
-    What else may stand in it means nothing here, as the labels of its writer do.
+    Other names in it are ignored without a note: they are labels of the client's.
     """
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     @classmethod
     def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
-        """``data`` with what is *mapped* in the place of what clients wrote for it.
+        """``data`` with what is *mapped* in place of what clients wrote.
 
-        What isn't as expected goes through: the types of the fields judge it.
+        Values of unexpected types stay: the types of the fields refuse them.
         """
         return data
 
     @model_validator(mode="before")
     @classmethod
     def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
-        """What is left for the fields once all else is mapped, ignored or refused."""
+        """Map, ignore and refuse names; the rest is for the fields."""
         if not isinstance(data, dict):
             return data
         data = {key: value for key, value in data.items() if value is not None}
@@ -173,12 +173,12 @@ class Part(BaseModel):
 
     @classmethod
     def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """What `sort` has left by the fields that hold it."""
+        """Move what `sort` has left into the fields that hold it."""
         return data
 
 
 class Body(Part):
-    """A body, or a part of one that is read likewise: no name in it goes unseen."""
+    """A body, or a part of one, in which every unknown name is noted or refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -187,13 +187,13 @@ class Body(Part):
 
     @classmethod
     def known(cls) -> set[str]:
-        """Every parameter that it takes."""
+        """Every parameter that the body takes."""
         return {*cls.model_fields}
 
     @classmethod
     @cache
     def numbers(cls) -> frozenset[str]:
-        """Those that are numbers."""
+        """The parameters that are numbers."""
         fields = cls.model_fields.items()
         return frozenset(name for name, one in fields if one.annotation in NUMBERS)
 
@@ -226,12 +226,12 @@ class Body(Part):
 
 
 def whole(value: Any) -> Any:
-    """A whole number as an integer, whatever it was written as."""
+    """A whole number as an integer, however it was written."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def number_in(value: Any) -> Any:
-    """A number, also one in quotes, as forms and automations send it."""
+    """A number, also one in quotes, which forms and automations send."""
     written = isinstance(value, str) and QUOTED_NUMBER.fullmatch(value)
     return whole(float(value) if written else value)
 
@@ -283,12 +283,12 @@ Sampling: type[BaseModel] = create_model("Sampling", **SAMPLING)
 
 
 def given_fields(model: BaseModel) -> dict[str, Any]:
-    """Fields of a model that were given."""
+    """The fields of a model that were set."""
     return {name: getattr(model, name) for name in model.model_fields_set}
 
 
 class StreamOptions(Body):
-    """What a stream holds beside its parts."""
+    """What a stream's events hold beside the parts of the answer."""
 
     unsupported: ClassVar = {
         "include_obfuscation": Unsupported(NOT_HERE, (False,), hint=True)
@@ -330,9 +330,9 @@ LABEL_TYPES: dict[str, type] = {
 
 
 def as_biases(given: list[Any] | dict[str, Any]) -> Any:
-    """OpenAI's logit_bias of llama.cpp's: pairs of a token and a number, or false.
+    """OpenAI's logit_bias, made of llama.cpp's: pairs of a token and a number or false.
 
-    A list of anything else stays, and is refused.
+    A list of anything else stays as it is, and is refused.
     """
     if isinstance(given, dict):
         return {token: number_in(bias) for token, bias in given.items()}
@@ -343,7 +343,7 @@ def as_biases(given: list[Any] | dict[str, Any]) -> Any:
 
 
 class SampledBody(Body):
-    """What all bodies have that ask the model; beside it all of `SamplingParams`."""
+    """The fields of every body that asks the model, with all of `SamplingParams`."""
 
     unsupported: ClassVar = SHARED_UNSUPPORTED
 
@@ -371,7 +371,7 @@ class SampledBody(Body):
 
     @classmethod
     def sampling_names(cls) -> set[str]:
-        """Names of the parameters that ``sampling`` may hold."""
+        """The names of the parameters that ``sampling`` may hold."""
         return {*SAMPLING} - {*cls.model_fields, *cls.unsupported}
 
     @classmethod
@@ -433,12 +433,12 @@ class SampledBody(Body):
 
     @property
     def compiles(self) -> bool:
-        """Whether a grammar may have to be compiled before it is answered."""
+        """Whether a grammar may have to be compiled first, which takes time."""
         return "structured_outputs" in self.sampling
 
     @property
     def recalls(self) -> bool:
-        """Whether the prompt may be longer than the body, which takes time to make."""
+        """Whether the prompt may be longer than the body, so that it takes time."""
         return False
 
     @property
@@ -448,15 +448,15 @@ class SampledBody(Body):
 
     @property
     def counts(self) -> bool:
-        """Whether each event of a stream has the usage so far, as vLLM has it."""
+        """Whether each event of a stream has the usage so far, as in vLLM."""
         options = self.stream_options
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
 
 def either(key: str, *kinds: type[Part], default: str | None = None) -> Any:
-    """Makes a Part one of ``kinds`` in an annotation, told apart by what ``key`` says.
+    """The annotation of a field that is one of ``kinds``, chosen by its ``key``.
 
-    ``default`` is what one says that hasn't it, but a role.
+    A value with a role and without ``key`` is of the kind for ``default``.
     """
     models = {name: kind.__name__ for kind in kinds for name in types_of(kind, key)}
 
@@ -478,12 +478,12 @@ def either(key: str, *kinds: type[Part], default: str | None = None) -> Any:
 
 
 def types_of(kind: type[Part], key: str) -> tuple[str, ...]:
-    """What ``key`` of a part may say."""
+    """The values that ``key`` of a part may have."""
     return get_args(kind.model_fields[key].annotation)
 
 
 class LabeledBody(SampledBody):
-    """A body with OpenAI's labels; at most, an answer repeats them."""
+    """A body with OpenAI's labels, such as a user: an answer repeats them at most."""
 
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -499,7 +499,7 @@ Model = TypeVar("Model", bound=BaseModel)
 def read_body(
     kind: type[Model], data: Any, context: ValidationContext, *, strict: bool = True
 ) -> Model:
-    """A ``kind`` from parsed JSON; unless ``strict``, texts may stand for other values.
+    """A ``kind`` of parsed JSON; unless ``strict``, strings may stand for other values.
 
     Raises ParameterError, or APIError for a parameter that is not supported.
     """
@@ -512,7 +512,7 @@ def read_body(
 def read_query(
     kind: type[Model], pairs: Iterable[tuple[str, str]], context: ValidationContext
 ) -> Model:
-    """A ``kind`` from what stands behind the "?" of a path. Raises as `read_body`.
+    """A ``kind`` of a URL's query string. Raises as `read_body`.
 
     A list is given by its parameter several times, with or without "[]" in its name.
     """
@@ -543,7 +543,7 @@ EXPECTED = {
 
 
 def path_of(location: Sequence[int | str]) -> str:
-    """Where an error is, as "messages[0].role"."""
+    """The path of an error, as "messages[0].role"."""
     path = ""
     for part in location:
         if isinstance(part, int):
@@ -554,7 +554,7 @@ def path_of(location: Sequence[int | str]) -> str:
 
 
 def refusal(error: ValidationError) -> ParameterError:
-    """What a client is told: where the deepest of the errors is, and what it is."""
+    """The error for a client: it names the deepest of the errors and its path."""
     errors = error.errors(include_url=False)
     paths = [path_of(entry["loc"]) for entry in errors]
     depths = [len(re.findall(r"[.\[]", path)) for path in paths]
@@ -583,7 +583,7 @@ def refusal(error: ValidationError) -> ParameterError:
 
 
 def refuse(name: str, entry: Unsupported | None) -> None:
-    """Raise APIError for a parameter that means something we do not do."""
+    """Raise APIError for a parameter that is not supported."""
     name = name[:MAX_NAME]  # it may be as long as a body
     if entry is None:
         message = f"{name} is no parameter of this endpoint; expected those of /docs"
@@ -599,11 +599,7 @@ SURROGATES = re.compile(
 
 
 def parse_json(raw: bytes) -> Any:
-    """What a body says. Raises APIError.
-
-    A text may have been cut between the halves of a character: one alone is taken for
-    U+FFFD. And a file may begin with a mark that it is UTF-8.
-    """
+    """The JSON of a body, parsed. Raises APIError."""
     try:
         return orjson.loads(raw)
     except ValueError as error:
@@ -629,7 +625,7 @@ def is_utf8(raw: bytes) -> bool:
 
 
 def checked_samples(requests: list[RequestSpec], n: int) -> list[RequestSpec]:
-    """The prompts of a call, if their samples are not too many.
+    """The prompts of a call. Raises if their samples are too many.
 
     Each sample has a copy of its prompt, so that long prompts allow fewer.
     """

@@ -1,4 +1,4 @@
-"""What every endpoint is made of: a body, an answer, and the way of an answer out."""
+"""Endpoints: how a body is read, answered, and the answer sent."""
 
 import asyncio
 import inspect
@@ -66,7 +66,7 @@ LAST_WORDS = 1.0  # seconds that a failed stream has to take its last event
 
 
 class GoneError(Exception):
-    """The client went away: nobody is there to be told anything."""
+    """The client has disconnected: there is nobody to send anything to."""
 
 
 @dataclass(eq=False)
@@ -99,25 +99,25 @@ class Service:
         return self.llm.engine
 
     def check_model(self, name: str | None) -> str:
-        """What the answer calls the model that a body asks for. Raises APIError."""
+        """The model's name for the answer. Raises APIError for an unknown one."""
         if name is None or name in self.names:
             return name or self.names[0]
         message = f"model is {short(name)}; expected one of {', '.join(self.names)}"
         raise APIError(404, message, param="model", code="model_not_found")
 
     def context(self) -> ValidationContext:
-        """What the reading of one body needs to know."""
+        """The context in which one body is validated."""
         return context_of(self.llm, self.names, self.strict)
 
     def warn(self, ignored: Iterable[str]) -> None:
-        """Log names that nothing is done with, each once: every request may have it."""
+        """Log ignored names, each once: every request may have them."""
         for name in ignored:
             if name not in self.warned and len(self.warned) < MOST_WARNED:
                 self.warned.add(name)
                 LOGGER.warning("%r is ignored; --strict refuses it", name)
 
     def check(self) -> None:
-        """Raise APIError if the model can be asked nothing now."""
+        """Raise APIError if the server takes no requests now."""
         if self.engine.dead is not None:
             raise unavailable("the engine died", "engine_error")
         if self.draining:
@@ -125,7 +125,7 @@ class Service:
 
 
 def context_of(llm: LLM, names: Sequence[str], strict: bool) -> ValidationContext:
-    """What the reading of bodies needs to know of a model and what it goes by."""
+    """The context in which bodies for a model of this name are validated."""
     template = llm.input_processor.dialect is not HARMONY
     return ValidationContext(strict, names, template=template)
 
@@ -140,11 +140,11 @@ class Call:
     body: Any = None  # of the endpoint's kind
     query: Any = None  # of the endpoint's kind of query
     ignored: str = ""  # names in them that nothing is done with
-    # What the access log tells of it: its tokens, for example.
+    # What the access log has of it: its tokens, for example.
     facts: dict[str, Any] = field(default_factory=dict)
 
     def fail(self, error: APIError) -> None:
-        """Note what went wrong; a message may quote the body, and so a prompt."""
+        """Note an error for the log; its message only where prompts are logged."""
         self.facts["error"] = error.code or error.type
         if error.param is not None:
             self.facts["param"] = error.param
@@ -153,7 +153,7 @@ class Call:
 
 
 class Generation:
-    """The requests of a body, and what the client is told of their replies.
+    """The requests of a body, and how their replies become an answer.
 
     A reply has an index, prompt by prompt, and comes in parts: RequestOutput, or Delta
     where ``chat``. The methods do nothing but make data, so that a stream can be
@@ -171,19 +171,19 @@ class Generation:
         self.requests, self.n = requests, n
         self.chat, self.stream = chat, stream
         # Whether it goes on when the client leaves. A client that wants no stream then
-        # needn't wait: it's told `now` at the beginning.
+        # needn't wait: it gets `now` at the beginning.
         self.detached = False
 
     def begin(self, replies: Replies) -> None:
-        """The requests run; nothing is said yet. This and `end` may have effects.
+        """The requests run, and nothing is sent yet. Like `end`, this may have effects.
 
-        Both are called once more if all begins again.
+        Both are called once more if the answer begins again on another engine.
         """
 
     def end(self, started: bool) -> None:
-        """End the answer: only `failure` may still be asked for.
+        """End the answer; only `failure` may be called after this.
 
-        ``started``: whether a client has seen the beginning of a stream.
+        ``started``: whether the client has got the beginning of a stream.
         """
 
     def first(self) -> list[dict[str, Any]]:
@@ -207,7 +207,7 @@ class Generation:
         raise NotImplementedError
 
     def now(self) -> dict[str, Any]:
-        """What there is of a detached answer."""
+        """The state of a detached answer."""
         raise NotImplementedError
 
     def failure(self, error: APIError) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class Endpoint:
     async def respond(
         self, call: Call, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Answer one request. Raises what went wrong, if nothing is sent yet."""
+        """Answer one request. Raises if something fails before anything was sent."""
         service = call.service
         if not self.open:
             service.check()
@@ -274,7 +274,7 @@ class Endpoint:
         await response(scope, receive, send)
 
     def read(self, call: Call, raw: bytes) -> None:
-        """Read and check the body and what stands behind the "?"."""
+        """Read and check the body and the query."""
         if self.body is not None:
             parsed = parse_json(raw)
             if call.service.log_prompts:
@@ -302,12 +302,12 @@ def as_json(
 
 
 def new_id(kind: str) -> str:
-    """A name for something of ``kind`` that nothing else has."""
+    """A unique id for something of this ``kind``."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
 async def body_of(request: HTTPRequest, seconds: float) -> bytes:
-    """The body of a request that is JSON and not too long; it may take ``seconds``."""
+    """The JSON body of a request, of limited size; reading it may take ``seconds``."""
     given = request.headers.get("content-type", "")
     kind = re.split("[;,]", given)[0].strip().lower()  # some send it twice
     # A page of another site can send anything else without asking the browser first.
@@ -340,7 +340,7 @@ async def body_of(request: HTTPRequest, seconds: float) -> bytes:
 def decompressed(raw: bytes) -> bytes:
     """A body that came as gzip or deflate. Raises APIError.
 
-    What is too long is given up at the limit, however little it was on its way.
+    Decompression stops at the size limit, however small the compressed body was.
     """
     unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # knows both by their head
     try:
@@ -363,7 +363,7 @@ def check_size(length: int) -> None:
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do ``work`` as long as the client is there; raises GoneError if it leaves."""
+    """Await ``work``, or raise GoneError as soon as the client disconnects."""
     task = asyncio.create_task(work)
     leaves = asyncio.create_task(wait_until_gone(receive))
     try:
@@ -383,10 +383,10 @@ async def wait_until_gone(receive: Receive) -> None:
 
 
 async def write_answer(call: Call, answer: Generation, send: Send) -> None:
-    """Run the requests of ``answer`` and write what it says of them.
+    """Run the requests of ``answer`` and send what it makes of them.
 
-    Nothing is sent before the first event is there: until then, whatever goes wrong can
-    still be a status. Afterwards it is the stream's last event.
+    Nothing is sent before the first event exists: until then an error can still be an
+    HTTP status. Afterwards it is the stream's last event.
     """
     service, started = call.service, False
     try:
@@ -420,7 +420,7 @@ async def write_answer(call: Call, answer: Generation, send: Send) -> None:
 
 
 def start_of(length: int | None) -> dict[str, Any]:
-    """The beginning of a response: one object of ``length`` bytes, or a stream."""
+    """The message that starts a response: an object of this ``length``, or a stream."""
     headers = sse.HEADERS
     if length is not None:
         headers = {"content-type": "application/json", "content-length": str(length)}
@@ -435,10 +435,10 @@ def body_part(data: bytes, *, more: bool) -> dict[str, Any]:
 async def chunks_with_retry(
     call: Call, answer: Generation
 ) -> AsyncGenerator[bytes, None]:
-    """Chunks of a body: one object, or a stream's events, those of a part together.
+    """The chunks of a body: one object, or the events of a stream, part by part.
 
-    If an engine's process ends before anything is, another engine may begin again. That
-    happens once: it may have been the request that ended it.
+    If an engine's process ends before anything was sent, another engine begins again.
+    That happens once: the request itself may have ended the first one.
     """
     for last in (False, True):
         started = False
@@ -505,7 +505,7 @@ async def chunks(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
 
 
 def facts_of(reasons: Sequence[str | None], usage: Usage) -> dict[str, Any]:
-    """What the access log says of an answer."""
+    """The facts about an answer for the access log."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
@@ -516,7 +516,7 @@ def facts_of(reasons: Sequence[str | None], usage: Usage) -> dict[str, Any]:
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """The usage as OpenAI's completions and chats tell it."""
+    """The usage in the fields of OpenAI's completions and chats."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as HTTP and OpenAI's clients say it."""
+"""Errors of requests, in HTTP and in the forms that clients expect."""
 
 import re
 from collections.abc import Container, Mapping
@@ -19,8 +19,8 @@ RETRY = {"retry-after": "1"}  # seconds; a place in the queue is free again soon
 class APIError(Exception):
     """A request that ends with an HTTP ``status`` other than 200.
 
-    ``param`` is the body's parameter that is to blame, ``code`` a word for programs;
-    ``details`` are what Anthropic's clients look for beside the message.
+    ``param`` is the parameter at fault, ``code`` a word for programs; ``details`` are
+    further fields of Anthropic's form.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ def openai_form(error: APIError) -> dict[str, Any]:
     return {"error": fields}
 
 
-# Anthropic's words for errors; others are told by the kind of status.
+# Anthropic's words for errors; of others the kind of status decides.
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -70,7 +70,7 @@ ANTHROPIC_TYPES = {
 
 
 def anthropic_form(error: APIError) -> dict[str, Any]:
-    """The body of an error in Anthropic's form, which is that of a stream's event."""
+    """The body of an error in Anthropic's form, which streams use too."""
     kind = "invalid_request_error" if error.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(error.status, kind)
     fields: dict[str, Any] = {"type": kind, "message": error.message}
@@ -80,15 +80,15 @@ def anthropic_form(error: APIError) -> dict[str, Any]:
 
 
 def unavailable(message: str, code: str) -> APIError:
-    """The engine or the server cannot answer now; another one may."""
+    """An error 503: this engine or server can't answer now; another one may."""
     return APIError(503, message, code=code, headers=RETRY)
 
 
 def param_of(error: Exception, params: Container[str]) -> str | None:
-    """The parameter among ``params`` that a refusal is about, as far as it says so.
+    """The parameter among ``params`` that an error's message names, if it does.
 
-    A path such as "messages[0].role" stays whole; Python's prompts are a prompt here,
-    and that of a chat are its messages.
+    A path such as "messages[0].role" stays whole. Python's name "prompts" is a prompt
+    in a body; where there is none, it is the messages or the input.
     """
     param = getattr(error, "param", "")
     names = [param, param.removesuffix("s")]
@@ -97,7 +97,7 @@ def param_of(error: Exception, params: Container[str]) -> str | None:
 
 
 def as_api_error(error: Exception, params: Container[str] = ()) -> APIError | None:
-    """What a client is told of ``error``; None for what nobody foresaw."""
+    """The APIError for a client; None for an ``error`` that nobody foresaw."""
     match error:
         case APIError():
             return error

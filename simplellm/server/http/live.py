@@ -1,7 +1,7 @@
-"""/live: how the engine is doing, a few times a second, for the page at /.
+"""/live: the state of the engine, a few times a second, for the page at /.
 
-Each event is what `Engine.snapshot` tells, cut down to what fits a screen, without any
-text: who may look isn't who may read other people's conversations.
+Each event is a part of `Engine.snapshot` that fits a screen, without any text: whoever
+may see the engine may not read other people's conversations.
 """
 
 import asyncio
@@ -31,16 +31,16 @@ EVERY = 0.2  # seconds between two looks
 QUIET = 15.0  # seconds without news after which a sign of life is sent
 STALLED = 5.0  # seconds that a viewer may take for one event
 MAX_VIEWERS = 32
-MAX_ROWS = 10  # requests that are told of one by one, of those that run or wait
-MAX_PAGES = 240  # that are told of one by one
+MAX_ROWS = 10  # requests in an event, of those that run and of those that wait
+MAX_PAGES = 240  # in an event
 ALIVE = b": still here\n\n"  # a comment, which readers of events skip
 
 
 def cut(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot of the engine with as many requests and pages as a screen shows.
 
-    Its tables are {index: page} for each group, without pages that are gone, and
-    ``totals`` counts what there is in all.
+    Its tables are {index: page} for each group, without freed pages, and ``totals``
+    counts all of them.
     """
     pages = snapshot["pages"]
     running = snapshot["running"][:MAX_ROWS]
@@ -73,7 +73,7 @@ def cut(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def first_pages(table: list[int], most: int) -> dict[str, int]:
-    """The first ``most`` pages of a table that are there, by their indices in it."""
+    """The first ``most`` pages of a table, without freed ones, by their indices."""
     pages: dict[str, int] = {}
     for index, page in enumerate(table):
         if page >= 0:
@@ -84,7 +84,7 @@ def first_pages(table: list[int], most: int) -> dict[str, int]:
 
 
 class SnapshotPoller:
-    """Looks at the engine for all viewers at once, and only while there are any."""
+    """Polls the engine for all viewers at once, and only while there are any."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -94,7 +94,7 @@ class SnapshotPoller:
         self.lock = threading.Lock()
 
     def poll(self) -> dict[str, Any]:
-        """The engine as it was at most `EVERY` seconds ago. Raises EngineError."""
+        """The engine's state, at most `EVERY` seconds old. Raises EngineError."""
         with self.lock:
             now = time.monotonic()
             if now - self.looked >= EVERY:
@@ -154,7 +154,7 @@ class View(Response):
         await send(body_part(b"", more=False))
 
     def state(self) -> dict[str, Any]:
-        """What is seen, with those requests marked that are this viewer's."""
+        """The latest state, in which this viewer's requests are marked."""
         seen = self.poller.poll()
         calls, own = self.call.service.calls, self.call.id
 
@@ -166,7 +166,7 @@ class View(Response):
 
 
 def live_endpoints(service: Service) -> list[Endpoint]:
-    """The view of one server's engine."""
+    """The endpoints of /live for one server."""
     return [
         Endpoint(
             method="GET",

@@ -1,8 +1,8 @@
-"""What /metrics tells: vLLM's names, which dashboards know, with our prefix.
+"""/metrics in Prometheus's format, with vLLM's names, which dashboards know.
 
-Counts come from the engine when they are asked for, and times of a whole request from
-its outputs. Only what passes between the parts of a stream is taken where they are
-written.
+Counts come from the engine when Prometheus asks, and times of a whole request from its
+outputs. Only what passes between the parts of a stream is measured while these are
+sent.
 """
 
 import time
@@ -55,14 +55,14 @@ class RequestTimer:
     latest: dict[int, float] = field(default_factory=dict)  # part, by its index
 
     def part(self, index: int) -> None:
-        """A part of reply ``index`` is there."""
+        """Note the time of a part of reply ``index``."""
         now = time.monotonic()
         if (before := self.latest.get(index)) is not None:
             self.times["inter_token_latency_seconds"].observe(now - before)
         self.latest[index] = now
 
     def done(self, outputs: Sequence[RequestOutput | ChatChoice], usage: Usage) -> None:
-        """All replies are whole."""
+        """Note that all replies are finished."""
         for output in outputs:
             if output.metrics is not None:
                 self.observe(output.metrics, len(output.token_ids))
@@ -72,7 +72,7 @@ class RequestTimer:
         self.times["request_generation_tokens"].observe(usage.completion_tokens)
 
     def observe(self, times: Times, count: int) -> None:
-        """A sample of ``count`` tokens took these ``times``."""
+        """Count a sample of ``count`` tokens with these ``times``."""
         came, begun = times.arrival_time, times.first_scheduled_time
         first, last = times.first_token_time, times.finished_time
         if begun is None or first is None or last is None:
@@ -106,14 +106,14 @@ class ServerMetrics:
         self.registry.register(self)
 
     def timer(self, requests: Sequence[RequestSpec], n: int) -> RequestTimer:
-        """Begin to take the times of an HTTP request that asks for ``requests``."""
+        """A timer for an HTTP request that asks for these ``requests``."""
         for request in requests:
             self.times["request_params_max_tokens"].observe(request.max_tokens)
             self.times["request_params_n"].observe(n)
         return RequestTimer(self.times)
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
+        """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:

@@ -199,7 +199,7 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 def document_endpoints(
     service: Service, endpoints: Sequence[Endpoint]
 ) -> list[Endpoint]:
-    """The endpoints that tell of all ``endpoints``, themselves left out."""
+    """The endpoint of the OpenAPI document of ``endpoints``."""
     document = openapi(service, endpoints)
 
     def get_document(call: Call) -> dict[str, Any]:

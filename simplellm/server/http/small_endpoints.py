@@ -52,7 +52,7 @@ class TokenizeBody(Body):
 
     @property
     def compiles(self) -> bool:
-        """Whether a grammar may have to be compiled, that of strict tools."""
+        """Whether a grammar may have to be compiled: that of strict tools."""
         return bool(self.tools)
 
     @model_validator(mode="after")
@@ -65,7 +65,7 @@ class TokenizeBody(Body):
 
 
 def tokenize(call: Call) -> dict[str, Any]:
-    """The tokens of a prompt, or of a chat as the model is asked."""
+    """The token ids of a prompt, or of a chat as the model gets it."""
     body: TokenizeBody = call.body
     call.service.check_model(body.model)
     input_processor = call.service.llm.input_processor
@@ -114,7 +114,7 @@ def detokenize(call: Call) -> dict[str, Any]:
 
 
 def health(call: Call) -> dict[str, Any]:
-    """Whether the model can be asked: 503 if it can't, or soon no longer."""
+    """Whether the server answers: 503 if it can't, or soon won't."""
     call.service.check()
     engine = call.service.engine
     try:

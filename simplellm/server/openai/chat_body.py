@@ -50,7 +50,7 @@ class ChatBody(LabeledBody):
         "echo": Unsupported(NOT_HERE, (False,)),
         "add_special_tokens": Unsupported(NO_TEMPLATES, (False,), hint=True),
         "include_reasoning": Unsupported(
-            "the reasoning is always told", (True,), hint=True
+            "the answer always has it", (True,), hint=True
         ),
     }
 

@@ -86,7 +86,7 @@ class Completion(Generation):
             "prompt_logprobs": body.prompt_logprobs,
             **body.sampling,
         }
-        # The first sample of a prompt tells its log-probabilities.
+        # The first sample of a prompt has its log-probabilities.
         self.scored = body.echo and body.logprobs is not None
         if self.scored:
             if body.prompt_logprobs is None:
@@ -120,7 +120,7 @@ class Completion(Generation):
     def choice(
         self, index: int, part: RequestOutput, *, echo: bool = False
     ) -> dict[str, Any]:
-        """A choice made of a part of a sample, or of all of it."""
+        """A choice made of a part of a sample or of all, perhaps behind its prompt."""
         shown = self.echoes[index // self.n] if echo else ""
         choice: dict[str, Any] = {
             "index": index,

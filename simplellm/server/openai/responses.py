@@ -40,7 +40,7 @@ STATUS_OF_REASON = {"stop": "completed", "tool_calls": "completed", None: "cance
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """The usage as responses tell it. What the cache didn't hold is put into it."""
+    """The usage in a response's fields; what the cache didn't hold is written to it."""
     cached = usage.cached_tokens
     details = {"cached_tokens": cached}
     return {
@@ -154,11 +154,11 @@ class Response(Generation):
             self.store.begin(self.id, self)
 
     def end(self, started: bool) -> None:
-        if self.replies is None or self.detached:  # over, or what went wrong is told
+        if self.replies is None or self.detached:  # it is over, or the error was sent
             return
         if started:  # the client is gone
             self.finalize(self.object("cancelled", self.replies.usage()))
-        else:  # nobody was told its id
+        else:  # nobody knows its id
             self.store.forget(self.id)
 
     def finalize(self, response: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Reasoning(Body):
     """How much the model is to think."""
 
     unsupported: ClassVar = {
-        # What the model thinks is told as it is.
+        # What the model thinks comes as it is.
         "summary": Unsupported(
             NOT_HERE, ("auto", "concise", "detailed", "none"), hint=True
         ),
@@ -170,7 +170,7 @@ class ResponseBody(LabeledBody):
 
     @property
     def recalls(self) -> bool:
-        """Whether it names a stored response, so that the prompt may be much longer."""
+        """Whether it names a stored response or item: the prompt may then be longer."""
         items = self.input if isinstance(self.input, list) else []
         refers = any(isinstance(item, ItemReference) for item in items)
         return refers or self.previous_response_id is not None

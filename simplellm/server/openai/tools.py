@@ -30,7 +30,7 @@ def text_arguments(**described: str) -> dict[str, Any]:
     }
 
 
-# Tools of OpenAI's without parameters of their own: what the model is told of them.
+# Tools of OpenAI's without parameters of their own, as functions for the model.
 BUILT_IN: dict[str, dict[str, Any]] = {
     "local_shell": {
         "description": "Runs a command in bash.",

@@ -59,10 +59,10 @@ class RemoteClient(EngineClient, Protocol):
     """An `EngineClient` whose engine loads, and compiles grammars, elsewhere."""
 
     def load(self, options: dict[str, Any]) -> None:
-        """Let it load a model; `loaded` tells of that, two times."""
+        """Let the process load a model. Then call `loaded`, twice."""
 
     def loaded(self) -> dict[str, Any]:
-        """Wait for what is said next of loading. Raises what that has raised."""
+        """Wait for the next of two messages of loading. Raises what loading raised."""
 
     def compile(self, text: str) -> Grammar:
         """A grammar that the engine's process keeps. Raises GrammarError."""
@@ -71,8 +71,8 @@ class RemoteClient(EngineClient, Protocol):
 class RemoteEngine(EngineBase):
     """An engine in another process, at the other end of ``link``.
 
-    What it tells is read where its events are: whoever takes these from ``events``
-    brings the answers to everybody else too. A process without progress for more than
+    Its frames are read by whoever takes events from ``events``, who also passes answers
+    on to those that wait for them. A process without progress for more than
     ``watchdog_timeout`` seconds is killed.
     """
 
@@ -101,12 +101,12 @@ class RemoteEngine(EngineBase):
         self.hung = False
 
     def load(self, options: dict[str, Any]) -> None:
-        """Let it load a model with ``options``; `loaded` tells of it, two times."""
+        """Let the process load a model with ``options``. Then call `loaded`, twice."""
         with suppress(OSError):  # if it is gone, `loaded` says so
             self.link.sendall(as_frame(options))
 
     def loaded(self) -> dict[str, Any]:
-        """Wait for what it says next of loading. Raises what that has raised."""
+        """Wait for the next of two messages of loading. Raises what loading raised."""
         reply: dict[str, Any] | None = next(self.frames, None)
         if reply is None:
             wrong = f"the engine's process {self._end()} while it loaded"
@@ -116,7 +116,7 @@ class RemoteEngine(EngineBase):
         return reply
 
     def start(self) -> None:
-        """Let requests go out."""
+        """Begin to send requests."""
         for name, target in (("link", self._send), ("watchdog", self._watch)):
             name = f"simplellm-{name}"
             threading.Thread(target=target, name=name, daemon=True).start()
@@ -124,8 +124,8 @@ class RemoteEngine(EngineBase):
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, each with an id of its own, and their siblings.
 
-        Raises EngineError and then has taken none of them. That too many wait is the
-        first event of each.
+        Raises EngineError, and then has queued none of them. If too many wait, each
+        gets that as its first event.
         """
         self.check_process()
         every = [
@@ -142,7 +142,7 @@ class RemoteEngine(EngineBase):
         self.outgoing.put(as_frame(["abort", request_id, reason]))
 
     def stats(self) -> Stats:
-        """How the engine is doing. Raises EngineError if it can't say."""
+        """The engine's `Stats`. Raises EngineError if it can't answer."""
         return Stats(**self._call("stats"))
 
     def snapshot(self) -> Snapshot:
@@ -155,7 +155,7 @@ class RemoteEngine(EngineBase):
         return Grammar(self._call("compile", text), None)
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
-        """Take no more requests; finish those there are, or ``cancel`` them now."""
+        """Take no more requests; finish the running ones, or ``cancel`` them now."""
         if os.getpid() != self.pid:
             return
         self.closing = True
@@ -169,7 +169,7 @@ class RemoteEngine(EngineBase):
             self.process.wait(END_SECONDS if self.hung else timeout)
 
     def _call(self, *question: Any) -> Any:
-        """What the engine's process answers. Raises EngineError, or its error."""
+        """Ask the engine's process. Raises EngineError, or what the process raised."""
         answer: Future[Any] = Future()
         self.check_process()
         with self.lock:
@@ -187,16 +187,16 @@ class RemoteEngine(EngineBase):
             raise EngineError(wrong) from None
 
     def _send(self) -> None:
-        """Send what is asked: nobody waits for a process that does not read."""
+        """Queue a message for the process: nobody waits for one that does not read."""
         with suppress(OSError):
             while (frame := self.outgoing.get()) is not None:
                 self.link.sendall(frame)
 
     def _watch(self) -> None:
-        """Kill a process that is silent, or where no step ends though requests wait.
+        """Kill a process that is silent, or that ends no step though requests wait.
 
-        Looks are counted and no clock is read: while this process was stopped itself,
-        it could not hear the other one.
+        It counts its own wake-ups and reads no clock: while this process itself was
+        stopped, it could not hear the other one.
         """
         while not self.over:
             time.sleep(LOOK_SECONDS)
@@ -212,7 +212,7 @@ class RemoteEngine(EngineBase):
             self.link.shutdown(socket.SHUT_RDWR)
 
     def _events(self) -> Iterator[Event]:
-        """What becomes of requests, until the process ends: then all of them do."""
+        """The events of all requests; each that is open when the process ends fails."""
         orderly = False
         try:
             for frame in self.frames:
@@ -253,7 +253,7 @@ class RemoteEngine(EngineBase):
                 yield Event(request_id, finish_reason="error", error=error)
 
     def _end(self) -> str:
-        """Wait for the process, whose link is closed; how it ended."""
+        """Wait for the process, whose link is closed. Returns how it ended."""
         if self.hung:
             return f"made no progress in {self.watchdog_timeout:g} seconds"
         try:
@@ -274,10 +274,10 @@ def load_remote(
     seed: int | None = None,
     log_level: str = "warning",
 ) -> LoadedModel:
-    """What an `LLM` needs, with ``engine``, a `RemoteEngine` or `Replicas`.
+    """What `LLM.of` needs, for ``engine``, a `RemoteEngine` or `Replicas`.
 
-    Other arguments and errors are those of `LLM`. Here is what makes text and requests:
-    the tokenizer, and no weights. Nothing here needs PyTorch.
+    Other arguments and errors are those of `LLM`. This process gets the tokenizer and
+    no weights, and needs no PyTorch.
     """
     options = {
         "path": path,

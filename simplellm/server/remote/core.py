@@ -34,7 +34,7 @@ from simplellm.server.start import freeze_objects
 
 LOGGER = logging.getLogger("simplellm")
 LOOK = 0.1  # seconds between two looks at what else there is, while nobody reads
-BEAT = 1.0  # seconds after which a frame leaves even if there is nothing to tell
+BEAT = 1.0  # seconds after which a frame leaves even if there is no news
 
 
 class Core:
@@ -56,7 +56,7 @@ class Core:
         self.pool = ThreadPoolExecutor(4)  # for what nobody else should wait for
 
     def load(self, path: str | None, config: dict[str, Any], **options: Any) -> Any:
-        """Load the engine; what the server has to know of it."""
+        """Load the engine. Returns what the server has to know of it."""
         device = find_device(options["device"])
         resolved = EngineConfig(**config).resolved(device.type)
         dtype = find_dtype(options["dtype"], device)
@@ -84,7 +84,7 @@ class Core:
     # What the server asks
 
     def listen(self, calls: Iterator[Any]) -> None:
-        """Do what is asked for as long as the server is there."""
+        """Do what the server asks for, until it closes the link."""
         methods = self.submit, self.abort, self.ask, self.close
         by_name = {method.__name__: method for method in methods}
         try:
@@ -95,7 +95,7 @@ class Core:
         os._exit(1)  # there is nobody left to compute for
 
     def submit(self, prompts: list[dict[str, Any]]) -> None:
-        """Queue requests; that they are refused is an event of each."""
+        """Queue requests; those that are refused get an event that says so."""
         every = [request_id for spec in prompts for _, request_id in spec["samples"]]
         try:
             self.engine.submit([request_of(spec, self.compile) for spec in prompts])
@@ -109,7 +109,7 @@ class Core:
         self.engine.abort(request_id, reason)
 
     def close(self) -> None:
-        """Take no more requests, finish those there are, and end."""
+        """Take no more requests, finish the running ones, and end."""
         self.engine.shutdown(cancel=False, timeout=0)
 
     def ask(self, number: int, name: str, *arguments: Any) -> None:
@@ -136,13 +136,13 @@ class Core:
 
     @cached_property
     def input_processor(self) -> InputProcessor:
-        """What knows the tokenizer, which only grammars need here."""
+        """The tokenizer, which only grammars need in this process."""
         return InputProcessor.open(self.path, self.config)
 
-    # What it is told
+    # What it sends
 
     def run(self) -> None:
-        """Run steps and send what comes of them, until the engine ends."""
+        """Run steps and send their events, until the engine ends."""
         self.engine.start()
         while not self.over:
             self.collect(wait=not (self.events or self.answers))
@@ -150,9 +150,10 @@ class Core:
         self.send({"dead": self.engine.dead and repr(self.engine.dead)})
 
     def collect(self, wait: bool) -> None:
-        """Take in all that there is to tell; what a request has got becomes one.
+        """Take all that is to be sent; events of one request are joined.
 
-        Whoever waits does so for BEAT at most: the server has to see that we live.
+        It waits for BEAT seconds at most: the server has to see that this process
+        lives.
         """
         with suppress(queue.Empty):
             while True:
@@ -183,7 +184,7 @@ class Core:
 
 
 def run_core(link: socket.socket) -> int:
-    """Load what the server asks for, then run it; the exit status."""
+    """Load what the server asks for and run it. Returns the exit status."""
     calls = frames(link)
     if (options := next(calls, None)) is None:
         return 1
@@ -210,5 +211,5 @@ if __name__ == "__main__":
         pass  # the server is gone
     except BaseException:
         LOGGER.exception("the engine's process failed")
-    # Everything is told: to take CUDA and Python apart would only take time.
+    # Everything is sent: to take CUDA and Python apart would only take time.
     os._exit(status)

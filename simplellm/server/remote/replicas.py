@@ -1,8 +1,9 @@
-"""Several engines as one: who gets a request, and what happens when an engine ends.
+"""Several engines as one: which one gets a request, and what happens if one ends.
 
-A prompt goes where most of its beginning has been computed, since its pages are there
-and nowhere else, unless that engine has much more to do than another one. An engine
-whose queue is full passes a request on, so that one is refused only where all are full.
+A prompt goes to the engine that has computed most of its prefix, since its pages are
+there and nowhere else, unless that engine has much more to do than another one. An
+engine whose queue is full passes a request on, so that it is refused only where all are
+full.
 """
 
 import logging
@@ -51,7 +52,7 @@ class ReplicaSlot:
 
     @property
     def load(self) -> int:
-        """Requests that haven't ended."""
+        """The number of requests that haven't ended."""
         return 0 if self.engine is None else len(self.engine.open)
 
     def set_loaded(self, phase: int, facts: Any) -> None:
@@ -63,7 +64,7 @@ class ReplicaSlot:
             self.loading[phase].set_result(facts)
 
     def ended(self) -> None:
-        """Note that its engine is gone, with all that it had computed."""
+        """Note that its engine has ended, and all that it had computed is lost."""
         self.ready, self.prefixes = False, Prefixes()
         if self.stats is not None:
             gone = {"waiting": 0, "running": 0, "cache_usage": 0.0}
@@ -84,8 +85,9 @@ class PendingRequest:
 class Replicas(EngineBase):
     """Several engines, one for each of ``spawns``, as an `EngineClient`.
 
-    Each gives a process and the link to it, as `spawn` does: at the beginning and
-    whenever an engine has ended, or hung for ``watchdog_timeout`` seconds.
+    Each of ``spawns`` starts a process and returns it with the link to it. It is called
+    at the beginning and whenever an engine has ended, or hung for ``watchdog_timeout``
+    seconds.
     """
 
     thread = None  # none of this process runs steps
@@ -108,7 +110,7 @@ class Replicas(EngineBase):
     # The engines
 
     def load(self, options: dict[str, Any]) -> None:
-        """Let each of them load a model with ``options``; they share one queue."""
+        """Let each engine load a model with ``options``; they share one queue."""
         config = options["config"]
         share = -(-config["max_waiting"] // len(self.slots))
         options = {**options, "config": {**config, "max_waiting": share}}
@@ -121,17 +123,17 @@ class Replicas(EngineBase):
             ).start()
 
     def loaded(self) -> dict[str, Any]:
-        """Wait for what all say next of loading. Raises what that has raised."""
+        """Wait for the next message of all of loading. Raises what loading raised."""
         phase = next(self.phases)
         facts = [slot.loading[phase].result() for slot in self.slots]
         first: dict[str, Any] = facts[0]
         return first
 
     def start(self) -> None:
-        """Each of them has begun when it was loaded."""
+        """Nothing: each engine was started when it was loaded."""
 
     def _keep(self, slot: ReplicaSlot, options: dict[str, Any]) -> None:
-        """Have an engine in ``slot``, and another one whenever that ends."""
+        """Keep an engine in ``slot``: start another one whenever it ends."""
         while not self.closing:
             try:
                 engine = self._load(slot, options)
@@ -172,8 +174,8 @@ class Replicas(EngineBase):
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, each with an id of its own, and their siblings.
 
-        Raises EngineError and then has taken none of them. That too many wait is the
-        first event of each.
+        Raises EngineError, and then has queued none of them. If too many wait, each
+        gets that as its first event.
         """
         self.check_open()
         for first in requests:
@@ -244,7 +246,7 @@ class Replicas(EngineBase):
         self.queue.put(event)
 
     def _events(self) -> Iterator[Event]:
-        """What becomes of requests, until all engines have ended for good."""
+        """The events of all requests, until all engines have ended for good."""
         while True:
             over = self.closing and not any(slot.ready for slot in self.slots)
             try:
@@ -261,12 +263,12 @@ class Replicas(EngineBase):
         self._ready()
 
     def health(self) -> dict[str, dict[str, int]]:
-        """How many engines there are, and how many there should be."""
+        """How many engines run, and how many should."""
         alive = sum(slot.ready for slot in self.slots)
         return {"replicas": {"alive": alive, "wanted": len(self.slots)}}
 
     def _ready(self) -> list[tuple[ReplicaSlot, RemoteEngine]]:
-        """Slots that can be asked. Raises EngineError if there are none."""
+        """Slots whose engines can be asked. Raises EngineError if there are none."""
         ready = [(s, s.engine) for s in self.slots if s.ready and s.engine]
         expect_one(ready or self.closing)
         return ready
@@ -274,7 +276,7 @@ class Replicas(EngineBase):
     def _call_all(
         self, question: Callable[[RemoteEngine], Result]
     ) -> list[tuple[ReplicaSlot, Result]]:
-        """What each of them answers, but for those that end meanwhile."""
+        """Ask each engine; those that end meanwhile have no answer."""
 
         def ask(
             one: tuple[ReplicaSlot, RemoteEngine],
@@ -292,7 +294,7 @@ class Replicas(EngineBase):
         return answers
 
     def stats(self) -> Stats:
-        """How they are doing together; quantiles are those of the slowest one."""
+        """The `Stats` of all together; quantiles are those of the slowest engine."""
         for slot, stats in self._call_all(RemoteEngine.stats):
             slot.stats = stats
         every = [stats for slot in self.slots for stats in slot.past]
@@ -332,7 +334,7 @@ class Replicas(EngineBase):
         return self._call_all(lambda engine: engine.compile(text))[0][1]
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
-        """Take no more requests; finish those there are, or ``cancel`` them now."""
+        """Take no more requests; finish the running ones, or ``cancel`` them now."""
         if os.getpid() != self.pid:
             return
         with self.lock:
@@ -341,7 +343,7 @@ class Replicas(EngineBase):
             engines = [
                 (s.engine, cancel or not s.ready) for s in self.slots if s.engine
             ]
-        for seconds in (0, timeout):  # all are told before one is waited for
+        for seconds in (0, timeout):  # all begin before one is waited for
             for engine, now in engines:
                 engine.shutdown(now, seconds)
 
@@ -353,7 +355,7 @@ def expect_one(replicas: object) -> None:
 
 
 def added(every: Sequence[Stats]) -> Stats:
-    """The sums of what engines count; of the times, the longest."""
+    """The sums of the engines' counts; of their times, the longest."""
     whole: dict[str, Any] = {}
     for name in (spec.name for spec in fields(Stats)):
         values = [value for one in every if (value := getattr(one, name)) is not None]

@@ -78,7 +78,7 @@ def as_error(data: Sequence[str]) -> Exception:
 
 
 def as_samples(first: Request) -> dict[str, Any]:
-    """What a prompt's samples have in common; of each, its index and id."""
+    """A prompt's samples: what they share, once, and the index and id of each."""
     params = vars(first.params).items()
     return {
         **{name: getattr(first, name) for name in SENT},
@@ -90,7 +90,7 @@ def as_samples(first: Request) -> dict[str, Any]:
 
 
 def request_of(data: dict[str, Any], compile: Callable[[str], Grammar]) -> Request:
-    """The request that `as_samples` was given, with its siblings."""
+    """The request that `as_samples` wrote, with its siblings."""
     params, samples = data.pop("params"), data.pop("samples")
     grammar, deadline = data.pop("grammar"), data.pop("deadline")
     if (bias := params["logit_bias"]) is not None:
@@ -112,7 +112,7 @@ def request_of(data: dict[str, Any], compile: Callable[[str], Grammar]) -> Reque
 
 
 def as_one(first: Event, second: Event) -> Event:
-    """Two events of one request, in this order, as one."""
+    """Two consecutive events of one request, joined."""
     logprobs = second.logprobs
     if first.logprobs is not None:
         logprobs = [*first.logprobs, *(logprobs or ())]
