@@ -15,7 +15,9 @@ float32, which holds the same numbers, and every product adds in one order.
 
 The interpreter also patches Triton's language, at every launch and at every call of a
 device function, and looks through all of the language each time, which is most of what
-it does. Here the language is patched once.
+it does. Here the language is patched once. Half of the rest is a sum, product or
+difference of integers computed again in 64 bits, for an assertion of overflow that only
+Triton's debug mode makes and the interpreter drops: here it isn't computed.
 
 Triton's code generator knows `tl.static_assert` and its kin by identity, from a table
 that is made when it is imported. Interpreting a kernel that passes tuples imports it,
@@ -26,7 +28,9 @@ this process compiles later would do without its assertions.
 import importlib
 import pkgutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -40,6 +44,7 @@ from triton.runtime.interpreter import (
     InterpretedFunction,
     InterpreterBuilder,
     TensorHandle,
+    interpreter_builder,
 )
 from triton.runtime.jit import JITFunction
 
@@ -124,6 +129,18 @@ def product(a: np.ndarray, b: np.ndarray, dtype: type) -> np.ndarray:
     return np.einsum("...mk,...kn->...mn", a, b, optimize=False)
 
 
+@cache
+def scalar_dtype(dtype: tl.dtype, *, original=interpreter._get_np_dtype) -> np.dtype:
+    return original(dtype)
+
+
+def numpy_dtype(dtype: tl.dtype) -> np.dtype:
+    """NumPy's for Triton's, of a block that of its numbers: looked up once for each."""
+    if isinstance(dtype.scalar, tl.pointer_type):
+        return np.dtype(np.uint64)
+    return scalar_dtype(dtype.scalar)
+
+
 def dot(builder, a, b, d, precision, imprecise):
     """The interpreter's `tl.dot`, right for bfloat16 too, and in one order of sums."""
     found = product(numbers(a), numbers(b), d.data.dtype)
@@ -158,7 +175,14 @@ def interpreted() -> Iterator[None]:
                     setattr(owner, name, method(new) if owner is tl.tensor else new)
         converts = mock.patch.object(interpreter, "_convert_float", convert_float)
         multiplies = mock.patch.object(InterpreterBuilder, "create_dot", dot)
-        with converts, multiplies, triton.knobs.runtime.scope(), patched_language():
+        looks_up = mock.patch.object(interpreter, "_get_np_dtype", numpy_dtype)
+        unasserted = replace(interpreter_builder.options, sanitize_overflow=False)
+        options = mock.patch.object(interpreter_builder, "options", unasserted)
+        with ExitStack() as stack:
+            for patch in (converts, multiplies, looks_up, options):
+                stack.enter_context(patch)
+            stack.enter_context(triton.knobs.runtime.scope())
+            stack.enter_context(patched_language())
             triton.knobs.runtime.interpret = True
             yield
     finally:

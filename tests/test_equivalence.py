@@ -352,9 +352,11 @@ def test_captured_steps_give_the_tokens_of_a_request_alone(
 def test_many_schedules_give_the_tokens_of_a_request_alone(
     tiny: Model, alone: Recompute
 ) -> None:
-    run_cases(tiny, alone, range(CASES, 120))
-    run_cases(tiny, alone, range(120, 200), drafts=True)
-    run_cases(tiny, alone, range(200, 240), offloading=True)
+    """Seeds take turns: what a schedule does to the books no operation sees."""
+    turn = int(tiny.ops is NUMPY)
+    run_cases(tiny, alone, range(CASES + turn, 120, 2))
+    run_cases(tiny, alone, range(120 + turn, 200, 2), drafts=True)
+    run_cases(tiny, alone, range(200 + turn, 240, 2), offloading=True)
 
 
 @pytest.fixture(scope="module")

@@ -53,10 +53,23 @@ def test_plain_ones_add_up(kind: str, tokens: int, ranks: int) -> None:
     torch.testing.assert_close(sum(each), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=exhaustive)])
-@pytest.mark.parametrize("tokens", [1, 9, pytest.param(70, marks=exhaustive)])
+FIRST = [
+    (kind, tokens, False) for kind in FORMATS if "blocks" in kind for tokens in (1, 9)
+]
+# All pairs of kind, tokens and invariance.
+MORE = [
+    (kind, tokens, (number + place) % 2 == 0)
+    for number, kind in enumerate(FORMATS)
+    for place, tokens in enumerate((1, 9, 70))
+]
+
+
 @pytest.mark.parametrize(
-    "kind", [k if "blocks" in k else pytest.param(k, marks=exhaustive) for k in FORMATS]
+    ("kind", "tokens", "invariant"),
+    [
+        *FIRST,
+        *(pytest.param(*each, marks=exhaustive) for each in MORE if each not in FIRST),
+    ],
 )
 def test_grouped_ones_add_up(
     kernel_device: str, kind: str, tokens: int, invariant: bool

@@ -113,8 +113,8 @@ def over_ranks(
     [
         (2, False, range(3)),
         (2, True, range(3, 6)),
-        pytest.param(4, False, range(12), marks=pytest.mark.exhaustive),
-        pytest.param(4, True, range(12, 24), marks=pytest.mark.exhaustive),
+        pytest.param(4, False, range(5), marks=pytest.mark.exhaustive),
+        pytest.param(4, True, range(5, 10), marks=pytest.mark.exhaustive),
     ],
 )
 def test_any_schedule_gives_the_tokens_of_a_request_alone(
