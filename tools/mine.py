@@ -4,9 +4,10 @@
 is right, in the place of ours. What a function needs of the reader's chapter besides,
 imports and helpers, comes along. Each is checked once more where it stands now, in the
 copy, and ours comes back if it is not right there. The functions are those of a whole
-workbook (`ask`, for `make mine`) or of one notebook (`ask_here`, for `run_mine`).
+workbook (`ask`, for `make mine`) or of one notebook (`ask_here`, for `run_mine`), which
+for some appendices also has what `lessons.py` adds.
 
-    python tools/mine.py PROMPTS MODEL YOURS OURS    in a process that imports the copy
+    python tools/mine.py PROMPTS HOW YOURS OURS    in a process that imports the copy
 
 answers; all are JSON. YOURS and OURS are lists of blanks, by name, whose calls are
 counted.
@@ -15,6 +16,7 @@ counted.
 import ast
 import builtins
 import contextlib
+import dis
 import inspect
 import json
 import linecache
@@ -26,6 +28,7 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType
@@ -34,6 +37,7 @@ from typing import Any, NamedTuple
 import cells
 import course
 from blanks import (
+    CHAPTERS,
     ENGINE,
     HERE,
     ROOT,
@@ -51,13 +55,15 @@ from blanks import (
     used,
     written,
 )
-from cells import Cell
+from cells import Cell, committed
+from lessons import ANSWER, NEEDED, How, form_of, placed, text_of_lesson
 
 HIGH: dict[str, Any] = {"reasoning_effort": "high"}  # for the embedded model
 SHORT: dict[str, Any] = {"temperature": 0, "max_tokens": 12}  # for any other
 # What only several ranks call.
 SHARDED = {"simplellm.checkpoint.slices", "simplellm.model.sharded_choice"}
 SHOWN = 3  # answers
+RESUME = dis.opmap["RESUME"]  # where a function begins, and a generator goes on
 MARK = ".built"  # in a copy of the package: nothing in it is the reader's only one
 
 
@@ -176,9 +182,20 @@ class Part(NamedTuple):
     chapter: list[Cell]  # that the cell stands in
 
 
-def build(folder: Path, parts: list[Part]) -> dict[str, str]:
-    """Write the package into ``folder``; by name, why a part is not in it."""
+def build(folder: Path, parts: list[Part], lesson: str = "") -> dict[str, str]:
+    """Write the package into ``folder``; by name, why a part is not in it.
+
+    What the page ``lesson`` has besides becomes a module of it.
+    """
     copy_package(folder / "simplellm")
+    if lesson:
+        blanks = [b for b in engine_blanks(lesson) if b.chapter == lesson]
+        own = [b for b in blanks if "simplellm.lessons." in b.module]
+        contents = cells.cells(committed(CHAPTERS / f"{lesson}.md"))
+        text = text_of_lesson(contents, {b.root for b in own} | NEEDED[lesson])
+        path = folder / f"{own[0].module.replace('.', '/')}.py"
+        path.parent.mkdir()
+        path.write_text(text, encoding="utf-8")
     out: dict[str, str] = {}
     for blank, source, chapter in parts:
         path = folder / f"{blank.module.replace('.', '/')}.py"
@@ -198,7 +215,7 @@ def run(
     parts: list[Part],
     ours: list[str],
     prompts: Sequence[str],
-    model: str | None = None,
+    how: How,
 ) -> None:
     """Build an engine of ``parts`` in ``folder``, and let it answer all ``prompts``.
 
@@ -206,10 +223,10 @@ def run(
     parts and the blanks ``ours``. Raises WorkbookError if the engine does not run.
     """
     while True:
-        out = build(folder, parts)
+        out = build(folder, parts, how.lesson)
         parts = [part for part in parts if part.blank.name not in out]
         yours = [part.blank.name for part in parts]
-        given = map(json.dumps, (prompts, model, yours, [*ours, *out]))
+        given = map(json.dumps, (prompts, how, yours, [*ours, *out]))
         done = subprocess.run(
             [sys.executable, str(HERE / "mine.py"), *given],
             env=environment(folder),
@@ -230,7 +247,8 @@ def run(
     tell("yours, in the engine", yours or ["none"])
     print()
     for prompt, answer in [*zip(prompts, said["answers"], strict=True)][:SHOWN]:
-        print(f"{prompt}\n{textwrap.fill(answer, course.WIDTH)}\n")
+        lines = [textwrap.fill(line, course.WIDTH) for line in answer.splitlines()]
+        print(prompt, *lines, "", sep="\n")
     if len(prompts) > SHOWN:
         print(f"... and {len(prompts) - SHOWN} more answers\n")
     for whose, names in (("yours", yours), ("ours", ours)):
@@ -254,20 +272,34 @@ def ask(folder: Path, results: list[Result], prompt: str) -> None:
         Part(blank, written(blank, chapters[blank.chapter]), chapters[blank.chapter])
         for blank in fit(right)
     ]
-    run(folder / ENGINE, parts, [], [prompt])
+    run(folder / ENGINE, parts, [], [prompt], How())
+
+
+def engine_blanks(lesson: str) -> list[Blank]:
+    """All blanks, with their modules in a copy that the page ``lesson`` asks."""
+    return [placed(blank, lesson) for blank in course_blanks()]
 
 
 def ask_here(
-    names: dict[str, Any], prompts: Sequence[str], model: str | None = None
+    names: dict[str, Any],
+    prompts: Sequence[str],
+    model: str | None = None,
+    form: Any = None,
 ) -> None:
     """Let an engine with the functions of a notebook answer all ``prompts``.
 
     ``names`` are the notebook's global names. Its blanks are those whose checks have
-    run; a blank that has been refused has ours in its place by now.
+    run; a blank that has been refused has ours in its place by now. Raises ValueError
+    for a ``form`` of another page than appendix B, or with rules.
     """
     chapter = [Cell(source) for source in names["In"]]
     checked = {cell.checks for cell in chapter}
-    blanks = [blank for blank in course_blanks() if blank.name in checked]
+    pages = {blank.chapter for blank in course_blanks() if blank.name in checked}
+    lesson = next(iter(pages & NEEDED.keys()), "")
+    if form is not None and not lesson.startswith("b-"):
+        raise ValueError("form is for the notebook of appendix B, whose masks hold it")
+    how = How(lesson, model, "" if form is None else form_of(form))
+    blanks = [blank for blank in engine_blanks(lesson) if blank.name in checked]
     sources = {blank.name: source_of(names.get(blank.root), blank) for blank in blanks}
     yours = fit([blank for blank in blanks if sources[blank.name]])
     ours = [b.name for b in blanks if b.module and not sources[b.name]]
@@ -275,7 +307,7 @@ def ask_here(
         print("This is the reading edition, so that the engine is ours.")
     parts = [Part(blank, sources[blank.name], chapter) for blank in yours]
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), parts, ours, prompts, model)
+        run(Path(folder), parts, ours, prompts, how)
 
 
 def source_of(thing: Any, blank: Blank) -> str:
@@ -314,9 +346,9 @@ def code_of(blank: Blank) -> CodeType | None:
     return getattr(course.unwrapped(thing), "__code__", None)
 
 
-def recheck(names: list[str]) -> dict[str, str]:
+def recheck(names: list[str], how: How) -> dict[str, str]:
     """What the checks say of ``names`` in the package that this process imports."""
-    blanks = {blank.name: blank for blank in course_blanks()}
+    blanks = {blank.name: blank for blank in engine_blanks(how.lesson)}
     reasons: dict[str, str] = {}
     for name in names:
         try:
@@ -328,18 +360,20 @@ def recheck(names: list[str]) -> dict[str, str]:
 
 
 def answer(
-    prompts: Sequence[str], model: str | None, names: list[str]
+    prompts: Sequence[str], how: How, names: list[str]
 ) -> tuple[list[str], dict[str, int]]:
     """The engine's answers, and how often it called each of ``names``."""
     from simplellm import LLM, EngineConfig
 
-    blanks = [blank for blank in course_blanks() if blank.name in names]
+    blanks = [blank for blank in engine_blanks(how.lesson) if blank.name in names]
     codes = {code_of(blank): blank.name for blank in blanks}
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code in codes:
-            calls[codes[frame.f_code]] += 1
+            step = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+            if step[:1] != bytes([RESUME]) or step[1:] == b"\0":  # no generator goes on
+                calls[codes[frame.f_code]] += 1
 
     kernels = any(blank.is_kernel for blank in blanks)
     # NumPy's and Triton's operations are other functions than the chapters' plain ones.
@@ -347,26 +381,36 @@ def answer(
     modules = {blank.module for blank in blanks}
     if "simplellm.engine.drafts" in modules:
         config = config.changed({"speculative": "suffix"})
-    options = HIGH if model is None else SHORT
+    options = HIGH if how.model is None else SHORT
     device = None
     if modules & SHARDED and not kernels:
         config, device = config.changed({"tensor_parallel_size": 2}), "cpu"
-        options = options | {"top_p": 0.95} if model is None else options
+        options = options | {"top_p": 0.95} if how.model is None else options
+    start = partial(LLM, config=config, device=device)
     threading.setprofile(count)
     sys.setprofile(count)
-    with LLM(model, config, device=device) as llm:
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        found = llm.chat(chats, **options)
+    said = ANSWER.get(how.lesson, answer_chats)(how, prompts, start, options)
     sys.setprofile(None)
     threading.setprofile(None)
-    return [one.choices[0].content or "" for one in found], calls
+    return said, calls
+
+
+def answer_chats(
+    how: How, prompts: Sequence[str], start: Any, options: dict[str, Any]
+) -> list[str]:
+    """The answers to chats of one prompt each."""
+    with start(how.model) as llm:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        found = llm.chat(chats, **options)
+    return [one.choices[0].content or "" for one in found]
 
 
 def main() -> None:
-    prompts, model, yours, ours = map(json.loads, sys.argv[1:])
-    said: dict[str, Any] = {"out": recheck(yours)}
+    prompts, given, yours, ours = map(json.loads, sys.argv[1:])
+    how = How(*given)
+    said: dict[str, Any] = {"out": recheck(yours, how)}
     if not said["out"]:
-        said["answers"], said["calls"] = answer(prompts, model, yours + ours)
+        said["answers"], said["calls"] = answer(prompts, how, yours + ours)
     print(json.dumps(said))
 
 

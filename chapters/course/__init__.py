@@ -234,13 +234,13 @@ def keep(name: str, candidate: Any) -> Any:
     return names[root]
 
 
-def run_mine(*prompts: str, model: str | None = None) -> None:
+def run_mine(*prompts: str, model: str | None = None, form: Any = None) -> None:
     """Let the embedded model answer, on an engine with your functions in it.
 
     Yours are those that this notebook's checks found right; the others are ours. Prints
     the answers and how often the engine called each. `make mine` does the same with the
     functions of all chapters. Another ``model``, "smollm2", answers in a few words, if
-    it `has_model`.
+    it `has_model`. In appendix B, ``form`` is an expression that answers have to fit.
     """
     names = caller_names()
     if model is not None and not has_model(model):
@@ -250,7 +250,7 @@ def run_mine(*prompts: str, model: str | None = None) -> None:
         sys.path.append(tools)
     from mine import ask_here  # which imports this module
 
-    ask_here(names, prompts, model)
+    ask_here(names, prompts, model, form)
 
 
 def has_model(model: str) -> bool:

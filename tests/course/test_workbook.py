@@ -19,6 +19,7 @@ import blanks
 import cells
 import course
 import jupytext
+import lessons
 import mine
 import pytest
 import workbook
@@ -365,6 +366,75 @@ def test_two_ranks_run_the_readers_function(
     assert "yours, in the engine: part_of\n" in said
     assert "132" in said and "calls of yours: part_of " in said
     assert len([*tmp_path.iterdir()]) == 2
+
+
+def lesson_notebook(chapter: str, *own: str) -> dict[str, Any]:
+    """The names of an appendix's notebook with blanks ``own`` written by a reader."""
+    path = ROOT / f"chapters/{chapter}.md"
+    roots = {blank.root for blank in BLANKS if blank.chapter == chapter}
+    contents = cells.read(path)
+    more = {"RESULT"} if chapter.startswith("b-") else set()
+    names: dict[str, Any] = {}
+    blanks.run(lessons.text_of_lesson(contents, roots | more), "our lesson", names)
+    kept = {blank.name: f"#| blank {blank.name}\n{blank.kept}" for blank in BLANKS}
+    for blank in BLANKS:
+        if blank.name in own and blank.module:
+            names |= vars(import_module(blank.module)) | names
+    for name in own:
+        blanks.run(kept[name], f"cell of {name}", names)
+    names["In"] = [kept[name] for name in own]
+    names["In"] += [c.source for c in contents if c.checks and "." not in c.checks]
+    names["In"] += [f'check("{name}", {name})' for name in own if "." in name]
+    return names
+
+
+@pytest.mark.parametrize(
+    ("chapter", "own", "calls"),
+    [
+        (
+            "a-serving",
+            ("read_events", "Mailbox.put"),
+            r"yours: read_events 1, Mailbox\.put \d\d\n"
+            r"calls of ours: read_async 1, serve_chat 1\n",
+        ),
+        (
+            "b-structured-output",
+            ("Masks.row", "turn_grammar"),
+            r"yours: Masks\.row \d, turn_grammar 1\n"
+            r"calls of ours: derivative [\d,]+, walk \d, forced \d\n",
+        ),
+        pytest.param(
+            "c-other-models",
+            ("normed_heads", "integer_product"),
+            r"yours: normed_heads 32, integer_product [\d,]+\n"
+            r"calls of ours: route_among_all 32, phi3 1, smollm3 1,\n"
+            r"round_tiles [\d,]+, float_product [\d,]+\n",
+            marks=exhaustive,
+        ),
+    ],
+)
+def test_an_appendix_is_asked_through_what_its_reader_wrote(
+    chapter: str, own: tuple[str, ...], calls: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A client and a server, masks in an engine's steps, families and formats."""
+    names = lesson_notebook(chapter, *own)
+    form = None
+    if chapter.startswith("b-"):
+        form = names["RESULT"]
+    mine.ask_here(names, [PROMPT], form=form)
+    said = capsys.readouterr().out
+    assert f"yours, in the engine: {', '.join(own)}\n" in said
+    assert "not called" not in said and "The engine uses ours" not in said
+    assert "47 + 85 = 132" in said and re.search(f"calls of {calls}", said)
+    assert chapter[0] != "b" or 'in the form: {"result": 132}\n' in said
+    assert chapter[0] != "c" or said.count("8: 47 + 85 = 132\n") == 2
+
+
+def test_a_form_is_for_the_page_that_has_masks() -> None:
+    with pytest.raises(ValueError, match="appendix B"):
+        mine.ask_here(notebook(), [PROMPT], form=("byte", frozenset([7])))
+    with pytest.raises(ValueError, match="has a rule"):
+        lessons.form_of(("many", ("rule", notebook)))
 
 
 def test_a_notebook_without_a_real_model_says_how_to_get_it(

@@ -204,31 +204,6 @@ def judge_defaults(family, expected, model_type):
         )
 
 
-def check_layer_tables(layer_tables):
-    """Ones and zeros where nothing rotates, and no table twice."""
-    cos, sin = random(7, 5), random(7, 5, seed=1)
-    given = cos.clone(), sin.clone()
-    found = layer_tables(cos, sin, (1, 4), 5)
-    assert found is not None and len(found) == 5, (
-        "return a list with a pair of tables for each of the 5 layers"
-    )
-    assert torch.equal(cos, given[0]) and torch.equal(sin, given[1]), (
-        "cos and sin are the other layers': don't write to them"
-    )
-    for n, pair in enumerate(found):
-        assert len(pair) == 2, f"layer {n} gets cos and sin"
-        still = torch.ones(7, 5), torch.zeros(7, 5)
-        for name, table, right in zip(
-            ("cos", "sin"), pair, still if n in (1, 4) else given, strict=True
-        ):
-            assert torch.equal(table, right), (
-                f"{name} of layer {n}: layers 1 and 4 don't rotate, which is an angle "
-                "of 0 at every position, and all others rotate as usual"
-            )
-    held = {table.data_ptr() for pair in found for table in pair}
-    assert len(held) <= 4, f"five layers need two pairs of tables; yours have {held}"
-
-
 def check_smollm3(smollm3):
     """Loaded by the package, it computes what transformers computes."""
     from transformers import SmolLM3Config

@@ -90,35 +90,6 @@ def names():
     )
 
 
-@wrong("layer_tables", "an angle of 0")
-def no_tables_at_all(cos, sin, nope_layers, count):
-    zero = torch.zeros_like(cos)
-    return [(zero, zero) if n in nope_layers else (cos, sin) for n in range(count)]
-
-
-@wrong("layer_tables", "an angle of 0")
-def the_others_stand_still(cos, sin, nope_layers, count):
-    still = torch.ones_like(cos), torch.zeros_like(sin)
-    return [(cos, sin) if n in nope_layers else still for n in range(count)]
-
-
-@wrong("layer_tables", "don't write to them")
-def writes_to_the_tables(cos, sin, nope_layers, count):
-    rotating = cos.clone(), sin.clone()
-    still = cos.fill_(1), sin.zero_()
-    return [still if n in nope_layers else rotating for n in range(count)]
-
-
-@wrong("layer_tables", "two pairs of tables")
-def tables_for_each_layer(cos, sin, nope_layers, count):
-    return [
-        (torch.ones_like(cos), torch.zeros_like(sin))
-        if n in nope_layers
-        else (cos, sin)
-        for n in range(count)
-    ]
-
-
 SMOLLM3_SIZES = {
     "vocab_size": 128256,
     "hidden_size": 2048,
