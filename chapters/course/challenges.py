@@ -14,7 +14,6 @@ import inspect
 import json
 import re
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -26,7 +25,8 @@ import torch
 from torch import Tensor
 
 from course import CHECK_SECONDS, Wrong, naive, table, time_limit
-from simplellm.apps.report import describe_device, versions
+from simplellm.apps.peaks import seconds_of
+from simplellm.apps.report import describe_device, versions, write_json
 
 NAMES = (
     "mxfp4 int8 router experts_order rope sinks paged_decode online_softmax ring "
@@ -102,22 +102,14 @@ class Trial:
         draw = getattr(naive, f"draw_{name}")
         self.arguments = draw(np.random.default_rng(seed), edge)
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        where: str,
-        # Bound here: whoever exchanges time.perf_counter exchanges nothing.
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Run ``function``, then the naive one, and compare. Raises Wrong."""
+    def run(self, function: Callable[..., Any], where: str) -> None:
+        """Time ``function``, then the naive one, and compare. Raises Wrong."""
         theirs, ours = (copy.deepcopy(self.arguments) for _ in range(2))
-        begin = clock()
+        answers: list[Any] = []
         # First, so that there is no right answer anywhere in memory yet.
-        self.found = function(*theirs)
-        between = clock()
-        self.expected = self.naive(*ours)
-        end = clock()
-        self.seconds, self.naive_seconds = between - begin, end - between
+        self.seconds = seconds_of(lambda: answers.append(function(*theirs)))
+        self.naive_seconds = seconds_of(lambda: answers.append(self.naive(*ours)))
+        self.found, self.expected = answers
         for index, argument in enumerate(self.arguments):
             if difference(argument, theirs[index], exact=True):
                 parameter = list(inspect.signature(self.naive).parameters)[index]
@@ -176,8 +168,7 @@ def submit(result: Result, folder: Path) -> None:
     if path.exists() and read(path).ratio >= result.ratio:
         print(f"{path} has a better one")
         return
-    text = json.dumps(asdict(result), indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_json(asdict(result), path)
     print(f"written to {path}")
 
 

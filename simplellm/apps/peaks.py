@@ -9,24 +9,35 @@ from torch import Tensor
 
 from simplellm.apps.roofline import Machine
 
+CPU = torch.device("cpu")
+
+
+def seconds_of(
+    work: Callable[[], object],
+    device: torch.device = CPU,
+    # Bound here: what is timed may exchange time.perf_counter, and changes nothing.
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """How long ``work`` takes on a device, once."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    start = clock()
+    work()
+    return clock() - start
+
 
 def shortest(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of ten times that ``work`` takes, in seconds."""
-    times = []
+    """The shortest of ten times that ``work`` takes, in seconds.
+
+    Whatever disturbs a run makes it longer.
+    """
     work()  # compiles kernels, touches memory
-    for _ in range(10):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-    return min(times)
+    return min(seconds_of(work, device) for _ in range(10))
 
 
 def read_speed(device: torch.device, nbytes: int) -> float:
