@@ -174,13 +174,17 @@ class Scheduler(RequestQueues):
     def _keep(
         request: Request, first: int, tokens: Sequence[int]
     ) -> tuple[str | None, Sequence[int]]:
-        """Why the request ends with these tokens, if it does, and those it keeps."""
+        """Put ``tokens`` in their places, which begin at ``first``.
+
+        Returns why the request ends with them, if it does, and those that it keeps.
+        """
         room, stops = request.num_prompt + request.max_tokens - first, request.stop_ids
-        kept = tokens[:room]
-        if stops.isdisjoint(kept):  # as almost always
-            return "length" if len(tokens) >= room else None, kept
-        end = next(index for index, token in enumerate(kept) if token in stops)
-        return "stop", kept[: end + 1]
+        reason, kept = "length" if len(tokens) >= room else None, tokens[:room]
+        if not stops.isdisjoint(kept):  # which is rare
+            end = next(index for index, token in enumerate(kept) if token in stops)
+            reason, kept = "stop", kept[: end + 1]
+        request.tokens[first : first + len(tokens)] = kept
+        return reason, kept
 
     def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
@@ -196,9 +200,7 @@ class Scheduler(RequestQueues):
         for (request, start, length, _), sampled in zip(sampling, tokens, strict=True):
             if request.finish_reason is not None:
                 continue
-            first = start + length
-            reason, kept = self._keep(request, first, sampled)
-            request.tokens[first : first + len(sampled)] = kept
+            reason, kept = self._keep(request, start + length, sampled)
             new.append((request, kept))
             if reason is not None:
                 self.finish(request, reason)

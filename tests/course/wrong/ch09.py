@@ -188,10 +188,9 @@ class AtTheEnd(Scheduler):
     def update_from_output(self, scheduled, tokens):
         new = []
         sampling = [chunk for chunk in scheduled if chunk.samples]
-        for (request, start, length, _), found in zip(sampling, tokens, strict=True):
+        for (request, *_), found in zip(sampling, tokens, strict=True):
             if request.finish_reason is None:
-                reason, kept = self._keep(request, start + length, found)
-                request.tokens[-1:] = kept
+                reason, kept = self._keep(request, len(request.tokens) - 1, found)
                 new.append((request, kept))
                 if reason:
                     self.finish(request, reason)
@@ -203,10 +202,9 @@ class Appended(Scheduler):
     def update_from_output(self, scheduled, tokens):
         new = []
         sampling = [chunk for chunk in scheduled if chunk.samples]
-        for (request, start, length, _), found in zip(sampling, tokens, strict=True):
+        for (request, *_), found in zip(sampling, tokens, strict=True):
             if request.finish_reason is None:
-                reason, kept = self._keep(request, start + length, found)
-                request.tokens += kept
+                reason, kept = self._keep(request, len(request.tokens), found)
                 new.append((request, kept))
                 if reason:
                     self.finish(request, reason)
@@ -220,7 +218,6 @@ class EveryWork(Scheduler):
         for (request, start, length, _), found in zip(scheduled, tokens, strict=False):
             if request.finish_reason is None:
                 reason, kept = self._keep(request, start + length, found)
-                request.tokens[start + length : start + length + 1] = kept
                 new.append((request, kept))
                 if reason:
                     self.finish(request, reason)
@@ -337,17 +334,7 @@ class ChunksAsLargeAsTheBudget(Schedules):
                     self.give(scheduled, busy, request, length)
 
 
-@wrong("Scheduler.update_from_output", "after the end")
-class ReplacesWhatItKeeps(Scheduler):
+@wrong("Scheduler.update_from_output", "as a whole")
+class FirstTokenOnly(Scheduler):
     def update_from_output(self, scheduled, tokens):
-        new = []
-        sampling = [chunk for chunk in scheduled if chunk.samples]
-        for (request, start, length, _), found in zip(sampling, tokens, strict=True):
-            if request.finish_reason is None:
-                first = start + length
-                reason, kept = self._keep(request, first, found)
-                request.tokens[first : first + len(kept)] = kept
-                new.append((request, kept))
-                if reason:
-                    self.finish(request, reason)
-        return new
+        return super().update_from_output(scheduled, [found[:1] for found in tokens])
