@@ -43,6 +43,50 @@ HOSTED = (
 )
 BASH = {"type": "bash_20250124", "name": "bash"}
 CLEARING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+# A response's body, as Cursor sends it to chats, and what it says in a chat's words.
+CURSOR: Fields = {
+    "input": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "5"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "p", "input": "a"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": "6"},
+    ],
+    "instructions": "Help.",
+    "tools": [{"type": "function", "strict": False, **FUNCTION}],
+    "tool_choice": "auto",
+    "max_tokens": None,
+    "max_output_tokens": 3,
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "text": {"verbosity": "low", "format": {"type": "json_object"}},
+    "include": ["reasoning.encrypted_content"],
+    "store": False,
+}
+CURSOR_SAID: Fields = {
+    "messages": [
+        {"role": "developer", "content": "Help."},
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "5"},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "d", "type": "custom", "custom": {"name": "p", "input": "a"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "d", "content": "6"},
+    ],
+    "tools": [TOOL],
+    "max_tokens": 3,
+    "reasoning_effort": "low",
+    "response_format": {"type": "json_object"},
+}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 1},
     COMPLETE: {"prompt": "x", "max_tokens": 1},
@@ -140,7 +184,7 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"session_id": "x"}, "session_id"),
     (CHAT, {"chat_id": "x"}, "chat_id"),
     (CHAT, {"drop_params": True}, "drop_params"),
-    (CHAT, {"extra_body": {}}, "extra_body"),
+    (CHAT, {"extra_body": {"a_b": 1}}, "a_b"),
     (CHAT, {"tool_stream": True}, "tool_stream"),
     (CHAT, {"detokenize": True}, "detokenize"),
     (CHAT, {"documents": []}, ""),
@@ -274,6 +318,28 @@ EFFORTS: dict[str, list[Fields]] = {
         {"think": "high"},
     ],
 }
+# What clients call a format, and what it is.
+GIVEN_FORMATS: list[tuple[Any, Fields]] = [
+    ({}, {}),
+    ("auto", {}),
+    ({"type": "json"}, {"response_format": {"type": "json_object"}}),
+    (
+        {"type": "json", "value": SCHEMA},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    ),
+    (
+        {"type": "regex", "pattern": "a+"},
+        {"structured_outputs": {"regex": "a+"}},
+    ),
+    (
+        {"json_schema": SCHEMA},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    ),
+    (
+        {"type": "json_schema", "json_schema": {"schema": json.dumps(SCHEMA)}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    ),
+]
 MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *(
         (CHAT, fields, {"reasoning_effort": effort})
@@ -298,6 +364,78 @@ MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"stop": ["", "a"]}, {"stop": ["a"]}),
     (CHAT, {"stop": ""}, {}),
     (CHAT, {"max_tokens": "5"}, {"max_tokens": 5}),  # as forms and automations do
+    (
+        CHAT,
+        {"temperature": "1e-3", "top_p": ".5"},
+        {"temperature": 0.001, "top_p": 0.5},
+    ),
+    (CHAT, {"temperature": "", "top_p": ""}, {}),
+    (CHAT, {"max_tokens": -2}, {"max_tokens": None}),
+    (CHAT, {"logprobs": "True", "top_logprobs": 2}, {"logprobs": 2}),
+    (CHAT, {"logprobs": "false", "top_logprobs": 2}, {}),
+    (COMPLETE, {"ignore_eos": "true"}, {"ignore_eos": True}),
+    (COMPLETE, {"ignore_eos": 1, "echo": 0}, {"ignore_eos": True}),
+    (COMPLETE, {"parse_special": "TRUE"}, {"parse_special": True}),
+    (CHAT, {"stop": [None, "a"]}, {"stop": ["a"]}),
+    (CHAT, {"model": ""}, {}),
+    (CHAT, {"extra_body": {"top_k": 5, "seed": 2}, "seed": 3}, {"top_k": 5, "seed": 3}),
+    (CHAT, {"reasoning": "high"}, {"reasoning_effort": "high"}),
+    (CHAT, {"reasoning": False}, {"reasoning_effort": "low"}),
+    (CHAT, {"tools": [TOOL], "functions": []}, {"tools": [TOOL]}),
+    (CHAT, {"tools": {}}, {}),
+    (CHAT, {"structured_outputs": {"json": None, "disable_fallback": False}}, {}),
+    (
+        COMPLETE,
+        {"structured_outputs": {"regex": "a+", "_backend": "x", "json_object": False}},
+        {"structured_outputs": {"regex": "a+"}},
+    ),
+    (
+        CHAT,
+        {"structured_outputs": {"json_object": True}},
+        {"structured_outputs": {"json": {"type": "object"}}},
+    ),
+    *(
+        (path, {"response_format": given}, same)
+        for path in (CHAT, COMPLETE)
+        for given, same in GIVEN_FORMATS
+    ),
+    *(
+        (
+            path,
+            {"tools": [TOOL], "tool_choice": choice},
+            {"tools": [TOOL], "tool_choice": ADD},
+        )
+        for path in (CHAT, RESPOND)
+        for choice in [
+            "add",
+            {"name": "add"},
+            {"function": {"name": "add"}},
+            {"type": "tool", "name": "add"},
+        ]
+    ),
+    (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": {"type": "required"}},
+        {"tools": [TOOL], "tool_choice": "required"},
+    ),
+    (CHAT, {"tools": [TOOL], "tool_choice": ""}, {"tools": [TOOL]}),
+    (
+        MESSAGE,
+        {"tools": [{"name": "f"}], "tool_choice": "required"},
+        {
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "any"},
+        },
+    ),
+    (RESPOND, {"input": None, "messages": [USER]}, {"input": [USER]}),
+    (RESPOND, {"input": USER}, {"input": [USER]}),
+    (RESPOND, {"input": ["Hi"]}, {"input": [USER]}),
+    (RESPOND, {"input": [{"type": "input_text", "text": "Hi"}]}, {"input": [USER]}),
+    (CHAT, {"messages": "Hi"}, {"messages": [USER]}),
+    (CHAT, {"messages": USER}, {"messages": [USER]}),
+    (CHAT, {"messages": ["Hi"]}, {"messages": [USER]}),
+    (CHAT, {"messages": None, "input": "Hi"}, {"messages": [USER]}),
+    (CHAT, {"messages": [], **CURSOR}, CURSOR_SAID),
     (COMPLETE, {"temperature": "0.5", "seed": "7"}, {"temperature": 0.5, "seed": 7}),
     (MESSAGE, {"max_tokens": "5"}, {"max_tokens": 5}),
     (RESPOND, {"max_output_tokens": "5"}, {"max_output_tokens": 5}),
@@ -465,6 +603,18 @@ def test_what_is_mapped(
     assert made(served, path, body | fields) == made(served, path, body | same)
 
 
+def block(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def text(words: str) -> dict[str, Any]:
+    return block("text", text=words)
+
+
+def asked(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": [*blocks]}
+
+
 def turn(**fields: Any) -> dict[str, Any]:
     return {"role": "assistant", **fields}
 
@@ -540,6 +690,19 @@ MESSAGES: list[tuple[list[Any], list[Any]]] = [
         [USER, USER | {"role": "assistant"}],
     ),
     ([USER | {"content": 5}], [USER | {"content": "5"}]),
+    (  # Jan's, whose texts are those of OpenAI's assistants
+        [asked({"type": "text", "text": {"value": "Hi", "annotations": []}})],
+        [USER],
+    ),
+    ([asked({"type": "text", "text": None}, text("Hi"))], [USER]),
+    (
+        [
+            USER,
+            {"role": "bot", "content": "x"},
+            {"role": "tool-response", "content": "R"},
+        ],
+        [USER, turn(content="x"), result("R") | {"name": "unknown"}],
+    ),
     ([USER, called("f"), result(True)], [USER, called("f"), result("true")]),
     (  # Anthropic's blocks, as Cursor sends them
         [
@@ -692,18 +855,6 @@ def test_items(served: Served, sent: list[Any], same: list[Any]) -> None:
     assert listed.status_code == 200
 
 
-def block(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"type": kind, **fields}
-
-
-def text(words: str) -> dict[str, Any]:
-    return block("text", text=words)
-
-
-def asked(*blocks: Any, role: str = "user") -> dict[str, Any]:
-    return {"role": role, "content": [*blocks]}
-
-
 USE = asked(block("tool_use", id="c", name="f", input={}), role="assistant")
 PHOTO = block("image", source={"type": "base64", "data": "AA=="})
 SEARCH = block("server_tool_use", name="w", input={})
@@ -840,6 +991,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"use_beam_search": True}, "does not support"),
     (CHAT, {"logits_processors": ["x"]}, "does not support"),
     (CHAT, {"max_tokens": 0}, "1 or more"),
+    (CHAT, {"messages": None, "prompt": "x"}, "it is for /v1/completions"),
+    (COMPLETE, {"prompt": None, "messages": HELLO}, "for /v1/chat/completions"),
+    (
+        CHAT,
+        {"messages": None, "input": "x", "previous_response_id": "r"},
+        "none in a chat, but at /v1/responses",
+    ),
+    (CHAT, {"tools": [TOOL], "tool_choice": "sub"}, "the name of one of the tools"),
+    (CHAT, {"response_format": {"a": 1}}, "response_format.type"),
+    (CHAT, {"response_format": {"type": "grammar", "grammar": "x"}}, "json_schema"),
+    (CHAT, {"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
     (CHAT, {"tools": [{"type": "web_search"}]}, "offer what it does as a function"),
     (
         CHAT,

@@ -148,6 +148,9 @@ class CountBody(Body):
         if isinstance(name := data.get("model"), str) and name not in context.models:
             del data["model"]  # clients have names of Anthropic's built in
             context.ignore("model")
+        if isinstance(choice := data.get("tool_choice"), str):
+            kind = "any" if choice == "required" else choice
+            data["tool_choice"] = {"type": kind}
         thinking = data.get("thinking")
         if isinstance(thinking, Mapping) and thinking.get("type") not in THINKING:
             data["thinking"] = {**thinking, "type": "adaptive"}
@@ -282,7 +285,12 @@ def with_output(data: dict[str, Any]) -> dict[str, Any]:
 
 def as_custom(tool: Any) -> Any:
     """A tool in Anthropic's form, also made of a function in OpenAI's."""
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+    if not isinstance(tool, Mapping):
+        return tool
+    if tool.get("type", "custom") == "custom":
+        schema = tool.get("input_schema") or tool.get("parameters")
+        return {**tool, "input_schema": schema or {"type": "object"}}
+    if tool["type"] != "function":
         return tool
     fields = {key: value for key, value in flat(tool).items() if key != "type"}
     return {"input_schema": fields.pop("parameters", None) or {}, **fields}

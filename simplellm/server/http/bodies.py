@@ -103,7 +103,9 @@ EFFORTS |= dict.fromkeys(("", "auto", "default"), "medium")
 
 
 NUMBERS = (int, float, int | None, float | None)  # annotations of fields
-QUOTED_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")  # that may stand in quotes
+SWITCHES = (bool, bool | None)  # likewise
+# A number that may stand in quotes.
+QUOTED_NUMBER = re.compile(r"-?(\d{1,15}\.?\d{0,15}|\.\d{1,15})([eE][+-]?\d{1,2})?")
 
 
 def text_instead(what: str) -> str:
@@ -192,10 +194,10 @@ class Body(Part):
 
     @classmethod
     @cache
-    def numbers(cls) -> frozenset[str]:
-        """The parameters that are numbers."""
+    def fields_of(cls, kinds: tuple[Any, ...]) -> frozenset[str]:
+        """The parameters that have one of these annotations."""
         fields = cls.model_fields.items()
-        return frozenset(name for name, one in fields if one.annotation in NUMBERS)
+        return frozenset(name for name, one in fields if one.annotation in kinds)
 
     @model_validator(mode="before")
     @classmethod
@@ -205,13 +207,21 @@ class Body(Part):
         context = info.context or STRICT
         known = cls.known()
         if not context.strict:
-            given = {key: value for key, value in data.items() if value is not None}
+            switches, numbers = cls.fields_of(SWITCHES), cls.fields_of(NUMBERS)
+            given = {
+                key: said_switch(value) if key in switches else value
+                for key, value in data.items()
+                if value is not None and not (key in numbers and value == "")
+            }
             data = cls.mapped(given, context)
         fields = {}
         for key, value in data.items():
             if key in known:
                 if value is not None and not context.strict:
-                    value = number_in(value) if key in cls.numbers() else whole(value)
+                    value = number_in(value) if key in numbers else whole(value)
+                    value = (
+                        bool(value) if key in switches and value in (0, 1) else value
+                    )
                 if value is not None:
                     fields[key] = value
                 continue
@@ -234,6 +244,12 @@ def number_in(value: Any) -> Any:
     """A number, also one in quotes, which forms and automations send."""
     written = isinstance(value, str) and QUOTED_NUMBER.fullmatch(value)
     return whole(float(value) if written else value)
+
+
+def said_switch(value: Any) -> Any:
+    """True or false, which may be written in quotes."""
+    words = {"true": True, "false": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def json_field(spec: Any) -> tuple[Any, Any]:
@@ -329,6 +345,22 @@ LABEL_TYPES: dict[str, type] = {
 }
 
 
+# How vLLM is to hold them, where each server has its own way.
+OUTPUT_HINTS = ("disable_fallback", "disable_any_whitespace", "whitespace_pattern")
+
+
+def outputs_asked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of vLLM's structured_outputs that ask for something."""
+    outputs = {
+        name: rule
+        for name, rule in given.items()
+        if rule not in (None, False) and name not in OUTPUT_HINTS and name[:1] != "_"
+    }
+    if outputs.pop("json_object", None) is not None:
+        outputs["json"] = {"type": "object"}
+    return outputs
+
+
 def as_biases(given: list[Any] | dict[str, Any]) -> Any:
     """OpenAI's logit_bias, made of llama.cpp's: pairs of a token and a number or false.
 
@@ -381,12 +413,17 @@ class SampledBody(Body):
 
     @classmethod
     @cache
-    def numbers(cls) -> frozenset[str]:
-        sampled = (name for name, (kind, _) in SAMPLING.items() if kind in NUMBERS)
-        return super().numbers() | {*sampled}
+    def fields_of(cls, kinds: tuple[Any, ...]) -> frozenset[str]:
+        sampled = (name for name, (kind, _) in SAMPLING.items() if kind in kinds)
+        return super().fields_of(kinds) | {*sampled}
 
     @classmethod
     def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+        if isinstance(extra := data.get("extra_body"), Mapping):
+            del data["extra_body"]  # OpenAI's client would have put it beside others
+            data = {**extra, **data}
+        if data.get("model") == "":
+            del data["model"]
         for old, new in RENAMED.items():
             if old in data:
                 data.setdefault(new, data.pop(old))
@@ -399,7 +436,7 @@ class SampledBody(Body):
         if data.get("top_p") == -1:  # no limit
             del data["top_p"]
         for name in LIMITS:
-            if data.get(name) == -1:  # as many as there is room for
+            if data.get(name) in (-1, -2):  # as many as there is room for
                 del data[name]
         if data.get("top_p") == 0 and not isinstance(data["top_p"], bool):
             del data["top_p"]  # the best token only
@@ -407,12 +444,16 @@ class SampledBody(Body):
         if data.get("stop") == "":
             del data["stop"]
         elif isinstance(stops := data.get("stop"), list):
-            data["stop"] = [stop for stop in stops if stop != ""]
-        outputs = data.get("structured_outputs", {})
+            data["stop"] = [stop for stop in stops if stop not in ("", None)]
+        outputs = data.setdefault("structured_outputs", {})
+        if isinstance(outputs, Mapping):
+            data["structured_outputs"] = outputs = outputs_asked(outputs)
         given = {new: data.pop(old) for old, new in STRUCTURED.items() if old in data}
         given = {name: rule for name, rule in given.items() if rule not in ("", {}, [])}
         if given and isinstance(outputs, dict):
             data["structured_outputs"] = {**outputs, **given}
+        if data["structured_outputs"] == {}:
+            del data["structured_outputs"]
         return data
 
     @classmethod

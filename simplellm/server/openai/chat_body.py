@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Self
 
+import orjson
 from pydantic import Field, model_validator
 
 from simplellm.base.config import MAX_SIZE, expect
@@ -16,11 +18,13 @@ from simplellm.server.http.bodies import (
     Several,
     Unsupported,
     ValidationContext,
+    refuse,
 )
 from simplellm.server.openai.chat_messages import (
     TEXT_TYPES,
     ChatMessage,
     Tools,
+    as_list,
     as_text,
     from_blocks,
     refuse_unread,
@@ -29,6 +33,7 @@ from simplellm.server.openai.tools import KINDS
 
 SWITCHES = {"reasoning_effort", "enable_thinking", "thinking"}
 CHOICES = {"any": "required"}
+MODES = ("auto", "none", "required", *CHOICES)
 NO_TEMPLATES = "a model's chats have one format, its own"
 
 
@@ -71,16 +76,17 @@ class ChatBody(LabeledBody):
 
     @classmethod
     def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+        if data.get("messages") in (None, []) and "input" in data:
+            data = from_response(data)
+        if "messages" not in data and "prompt" in data:
+            refuse("prompt", Unsupported("it is for /v1/completions"))
+        data = with_format(data)
         data = with_effort(super().mapped(data, context), context)
         data = with_pairs(data, context)
         if isinstance(tools := data.get("tools"), list):
             data["tools"] = offered_tools(tools, context)
-        form = data.get("response_format")
-        if isinstance(form, str):
-            data["response_format"] = {"type": form}
-        elif isinstance(form, Mapping):
-            data["response_format"] = named_format(form)
-        if isinstance(messages := data.get("messages"), list):
+        messages = as_list(data.get("messages"))
+        if isinstance(messages, list):
             messages = [one for message in messages for one in from_blocks(message)]
             data["messages"] = messages
             refuse_unread(messages, "messages", TEXT_TYPES)
@@ -115,7 +121,8 @@ def with_effort(data: dict[str, Any], context: ValidationContext) -> dict[str, A
     Models with a chat template of their own get enable_thinking, too.
     """
     reasoning = data.pop("reasoning", None)
-    reasoning = reasoning if isinstance(reasoning, Mapping) else {}
+    if not isinstance(reasoning, Mapping):  # which may stand there itself
+        reasoning = {"effort": reasoning, "enabled": reasoning}
     thinking = data.pop("thinking", None)
     if isinstance(thinking, Mapping):
         thinking = thinking.get("type") != "disabled"
@@ -163,6 +170,9 @@ def with_pairs(data: dict[str, Any], context: ValidationContext) -> dict[str, An
     if isinstance(one, int | float) and isinstance(two, int | float):
         data["max_completion_tokens"] = min(one, two)
         del data["max_tokens"]
+    for name in ("tools", "functions"):
+        if data.get(name) in ([], {}):
+            del data[name]
     data = with_choice(data)
     if not data.get("tools") and not data.get("functions"):
         for name in ("tool_choice", "function_call"):
@@ -174,11 +184,59 @@ def with_pairs(data: dict[str, Any], context: ValidationContext) -> dict[str, An
 def with_choice(data: dict[str, Any]) -> dict[str, Any]:
     """The body with OpenAI's tool_choice; other interfaces write it otherwise."""
     choice = data.get("tool_choice")
-    if isinstance(choice, Mapping) and choice.get("type") in ("auto", "any", "none"):
-        choice = choice["type"]
-    if isinstance(choice, str):
-        data["tool_choice"] = CHOICES.get(choice, choice)
+    if isinstance(choice, Mapping):
+        kind = choice.get("type", "tool")
+        if kind in MODES:
+            choice = kind
+        elif kind == "tool":  # Anthropic's
+            data["tool_choice"] = {**choice, "type": "function"}
+    if choice == "":
+        del data["tool_choice"]
+    elif isinstance(choice, str):
+        named = {"type": "function", "name": choice}
+        mode = CHOICES.get(choice, choice)
+        data["tool_choice"] = mode if choice in MODES else named
     return data
+
+
+def from_response(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a chat's body of one for /v1/responses, which Cursor sends to chats."""
+    if "previous_response_id" in data:
+        where = "previous_response_id"
+        expect(False, where, data[where], "none in a chat, but at /v1/responses")
+    renamed = {"max_output_tokens": "max_completion_tokens"}
+    rest = {
+        renamed.get(name, name): value
+        for name, value in data.items()
+        if name not in ("messages", "input", "instructions", "text")
+    }
+    text = data.get("text")
+    if isinstance(text, Mapping) and isinstance(text.get("format"), Mapping):
+        rest["response_format"] = text["format"]
+    lead = data.get("instructions")
+    leads = [{"role": "developer", "content": lead}] if lead else []
+    items = as_list(data["input"])
+    if isinstance(items, list):
+        items = leads + [one for item in items for one in from_item(item)]
+    return {**rest, "messages": items}
+
+
+def from_item(item: Any) -> list[Any]:
+    """An item of a response as the messages of a chat."""
+    kind = item.get("type", "message") if isinstance(item, Mapping) else "message"
+    if kind == "reasoning":
+        return []  # that of an earlier turn, which no model is shown
+    if kind == "message":
+        return [item]
+    id = item.get("call_id")
+    if kind in ("function_call", "custom_tool_call"):
+        tool = kind.partition("_")[0]
+        call = {"id": id, "type": tool, tool: {**item}}
+        return [{"role": "assistant", "tool_calls": [call]}]
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        content = item.get("output")
+        return [{"role": "tool", "tool_call_id": id, "content": content}]
+    return [{"role": "assistant", "content": f"[{str(kind)[:50]}]"}]
 
 
 def offered_tools(tools: Sequence[Any], context: ValidationContext) -> list[Any]:
@@ -202,19 +260,49 @@ def offered_tools(tools: Sequence[Any], context: ValidationContext) -> list[Any]
     return kept
 
 
+def with_format(data: dict[str, Any]) -> dict[str, Any]:
+    """The body with OpenAI's response_format, or with a regex in its place.
+
+    TGI writes a schema as the value of "json", and it and others know a "regex".
+    """
+    form = data.pop("response_format", None)
+    if isinstance(form, str):
+        form = {"type": form}
+    if not isinstance(form, Mapping):
+        return data if form is None else {**data, "response_format": form}
+    kind = form.get("type", "json_schema" if "json_schema" in form else None)
+    if kind in ("text", "auto") or not form:
+        return data
+    if kind == "regex":
+        written = form.get("pattern", form.get("value", form.get("regex")))
+        return {**data, "guided_regex": written}
+    if kind == "json":
+        schema = form.get("schema", form.get("value"))
+        form = {"type": "json_object"} | ({"schema": schema} if schema else {})
+    return {**data, "response_format": named_format(form)}
+
+
 def named_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A response_format whose schema has a name, which OpenAI requires."""
-    fields = dict(given)
-    if given.get("type") != "json_schema":
-        return fields
+    """A response_format whose schema has a name, which OpenAI requires.
+
+    The schema may stand where an object with it and its name is expected.
+    """
     inner = given.get("json_schema")
-    if isinstance(inner, Mapping) and "schema" in inner:
-        return fields | {"json_schema": named_schema(inner)}
-    return named_schema(fields) if "schema" in fields else fields
+    if given.get("type", "json_schema") != "json_schema":
+        return {**given}
+    if isinstance(inner, Mapping):
+        if "schema" not in inner and inner.keys() & {"type", "properties"}:
+            inner = {"name": inner.get("name"), "schema": inner}
+        inner = named_schema(inner) if "schema" in inner else inner
+        return {**given, "type": "json_schema", "json_schema": inner}
+    return named_schema(given) if "schema" in given else {**given}
 
 
 def named_schema(fields: Mapping[str, Any]) -> dict[str, Any]:
-    name = fields.get("name")
+    name, schema = fields.get("name"), fields["schema"]
+    if isinstance(schema, str):
+        with suppress(ValueError):
+            fields = {**fields, "schema": orjson.loads(schema)}
     if not isinstance(name, str | None):
         return {**fields}
     return {**fields, "name": re.sub(r"[^\w-]", "_", name or "output")[:64]}

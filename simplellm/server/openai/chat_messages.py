@@ -29,7 +29,8 @@ from simplellm.server.http.bodies import (
 from simplellm.server.http.errors import APIError
 from simplellm.server.openai.tools import arguments_of_call, flat, shown_name
 
-ROLES = {"model": "assistant", "human": "user", "ai": "assistant"}
+ROLES = {"human": "user", **dict.fromkeys(("model", "ai", "bot"), "assistant")}
+ROLES |= dict.fromkeys(("tool_result", "tool-response", "tool_response"), "tool")
 TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 THOUGHT_TYPES = ("thinking", "reasoning")
 UNKNOWN = "unknown"  # the function behind a result whose call is gone
@@ -64,7 +65,10 @@ class ChatText(Part):
         if kind == "refusal":
             return {"text": data.get("refusal")}
         if kind in TEXT_TYPES:
-            return data
+            text = data.get("text")
+            if isinstance(text, Mapping):  # as OpenAI's assistants have it
+                text = text.get("value")
+            return {**data, "text": "" if text is None else text}
         info.context.ignore(f"messages.content.{kind}")
         return {"text": text_instead(str(kind)[:50])}
 
@@ -148,6 +152,18 @@ class ChatMessage(Part):
                 for call in self.tool_calls
             ]
         return message
+
+
+def as_list(messages: Any) -> Any:
+    """Messages of which there is one alone, or that are their texts."""
+    if isinstance(messages, str | Mapping):
+        messages = [messages]
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {"role": "user", "content": one} if isinstance(one, str) else one
+        for one in messages
+    ]
 
 
 def from_blocks(message: Any) -> list[Any]:

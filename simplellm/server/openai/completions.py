@@ -18,7 +18,9 @@ from simplellm.server.http.bodies import (
     ResponseFormat,
     SampledBody,
     Unsupported,
+    ValidationContext,
     checked_samples,
+    refuse,
 )
 from simplellm.server.http.endpoint import (
     Call,
@@ -27,6 +29,7 @@ from simplellm.server.http.endpoint import (
     new_id,
     usage_fields,
 )
+from simplellm.server.openai.chat_body import with_format
 from simplellm.server.openai.logprobs import LegacyLogprobs, prompt_logprobs
 
 SOME_PROMPT = {
@@ -64,6 +67,12 @@ class CompletionBody(SampledBody):
     parse_special: bool | None = None
     """Whether names of control tokens in a text are these, as llama.cpp has it."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+        if "prompt" not in data and "messages" in data:
+            refuse("messages", Unsupported("they are for /v1/chat/completions"))
+        return super().mapped(with_format(data), context)
 
     @property
     def compiles(self) -> bool:

@@ -26,7 +26,7 @@ from simplellm.server.openai.chat_body import (
     offered_tools,
     with_choice,
 )
-from simplellm.server.openai.chat_messages import refuse_unread
+from simplellm.server.openai.chat_messages import as_list, refuse_unread
 from simplellm.server.openai.responses_items import (
     TEXT_PARTS,
     ItemReference,
@@ -149,7 +149,11 @@ class ResponseBody(LabeledBody):
             }
         if isinstance(tools := data.get("tools"), list):
             data["tools"] = offered_tools(tools, context)
-        if isinstance(items := data.get("input"), list):
+        if "input" not in data and "messages" in data:
+            data["input"] = data.pop("messages")  # those of a chat
+        items = data.get("input")
+        if isinstance(items, list | Mapping):
+            items = as_list(items)
             refuse_unread(items, "input", TEXT_PARTS)
             data["input"] = known_items(items, context)
         return data

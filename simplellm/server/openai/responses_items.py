@@ -322,6 +322,8 @@ def known_item(item: Any, context: ValidationContext) -> list[Any]:
         return from_chat(dict(item))
     if not isinstance(kind, str) or kind in ITEM_TYPES:
         return [item]
+    if kind in TEXT_PARTS:
+        return [{"role": "user", "content": [item]}]
     context.ignore(f"input.{kind}")
     if kind == "compaction_trigger":
         return []

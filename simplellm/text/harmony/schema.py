@@ -7,6 +7,7 @@ writes them.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from reprlib import repr as short
 from typing import Any
 
 from simplellm.base.config import ParameterError, expect
@@ -51,7 +52,7 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
             named = HEADER_WORD.fullmatch(tool.name)
         except (AttributeError, KeyError, TypeError):
             expected = "a dict with function: name, description, parameters"
-            wrong = f"{where} is {value!r}; expected {expected}"
+            wrong = f"{where} is {short(value)}; expected {expected}"
             raise ParameterError(wrong, where) from None
         alone = named and tool.name not in by_name
         expected = "a name of its own, without spaces and '<'"
