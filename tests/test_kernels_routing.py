@@ -227,7 +227,7 @@ def test_blocks_cover_each_position_once(kernel_device, tokens):
     assert sorted(seen) == list(range(tokens * 2))
 
 
-def test_there_are_enough_blocks_for_the_worst_routing():
+def test_there_are_as_many_blocks_as_the_worst_routing_fills():
     for experts, block in ((4, 4), (3, 8), (7, 2)):
         for pairs in range(40):
             # One pair to each expert, the rest to the first: the most there can be.
@@ -235,4 +235,4 @@ def test_there_are_enough_blocks_for_the_worst_routing():
             if counts:
                 counts[0] += pairs - len(counts)
             used = sum(-(-count // block) for count in counts)
-            assert used <= max_blocks(pairs, experts, block) <= pairs
+            assert used == max_blocks(pairs, experts, block)

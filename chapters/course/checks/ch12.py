@@ -59,51 +59,6 @@ def assert_inside(found):
     )
 
 
-def most_blocks(pairs, experts, block):
-    """By trying how many pairs each expert has, one expert after the other."""
-    best = [0] + [-1] * pairs  # blocks by pairs used
-    for _ in range(experts):
-        best = [
-            max(
-                best[used - own] + -(-own // block)
-                for own in range(used + 1)
-                if best[used - own] >= 0
-            )
-            for used in range(pairs + 1)
-        ]
-    return best[pairs]
-
-
-def check_max_blocks(candidate):
-    """Against a search over all ways to route."""
-    found = candidate(12, 6, 4)
-    assert found != 3, (
-        "12 pairs fill 3 blocks of 4 only if they all choose one expert; each expert "
-        "has blocks of its own"
-    )
-    assert found == 7, f"12 pairs, 6 experts, blocks of 4: room for 7; yours is {found}"
-    found = candidate(3, 128, 16)
-    assert found == 3, (
-        f"3 pairs fill 3 blocks at most, however many experts there are; yours is "
-        f"{found}"
-    )
-    for block in (1, 2, 4, 8):
-        for experts in (1, 2, 5, 9):
-            for pairs in range(1, 25):
-                most = most_blocks(pairs, experts, block)
-                found = candidate(pairs, experts, block)
-                where = f"{pairs} pairs, {experts} experts, blocks of {block}"
-                assert found >= most, (
-                    f"{where} can fill {most} blocks; yours is {found}, and some pairs "
-                    "would have no block"
-                )
-                assert found <= most, (
-                    f"{where}: never more than {most} blocks are filled; yours is "
-                    f"{found}, and a program runs in vain for each one too many"
-                )
-                assert isinstance(found, int), f"expected an int, not {found!r}"
-
-
 def random_ids(tokens, experts, top_k, seed=0):
     """int32 [T, k], expert 1 chosen by nobody, expert 0 by most."""
     odds = torch.rand(tokens, experts, generator=seeded(seed))

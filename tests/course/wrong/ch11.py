@@ -11,76 +11,24 @@ from simplellm.model.kernels.key_tiles import init_acc, load_pair
 from simplellm.model.kernels.softmax import find_rows, softmax_update
 from wrong import wrong
 
+NOTHING = 0.0
 
-@wrong("softmax_kernel", "a 0, which takes part")
+
+@wrong("matvec_kernel", "has to be a tl.constexpr")
 @triton.jit
-def softmax_with_zeros(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(x_ptr + row * N + columns, inside, 0.0)
-    weights = tl.exp(x - tl.max(x, 0))
-    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0), inside)
-
-
-@wrong("softmax_kernel", "larger than they are")
-@triton.jit
-def softmax_with_minus_1000(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(x_ptr + row * N + columns, inside, -1000.0)
-    weights = tl.exp(x - tl.max(x, 0))
-    weights = tl.where(inside, weights, 0.0)
-    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights + 1e-30, 0), inside)
-
-
-@wrong("softmax_kernel", "subtract the maximum first")
-@triton.jit
-def softmax_without_a_maximum(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    weights = tl.exp(tl.load(x_ptr + row * N + columns, inside, float("-inf")))
-    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0), inside)
-
-
-@wrong("softmax_kernel", "a store went beyond out")
-@triton.jit
-def softmax_stores_the_whole_tile(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * N + columns, columns < N, float("-inf"))
-    weights = tl.exp(x - tl.max(x, 0))
-    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0))
-
-
-@wrong("softmax_kernel", "begins at r * N")
-@triton.jit
-def softmax_rows_of_a_block(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(x_ptr + row * BLOCK + columns, inside, float("-inf"))
-    weights = tl.exp(x - tl.max(x, 0))
-    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0), inside)
-
-
-@wrong("softmax_kernel", "divide by the sum")
-@triton.jit
-def softmax_not_divided(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(x_ptr + row * N + columns, inside, float("-inf"))
-    tl.store(out_ptr + row * N + columns, tl.exp(x - tl.max(x, 0)), inside)
-
-
-SMALLEST = float("-inf")
-
-
-@wrong("softmax_kernel", "has to be a tl.constexpr")
-@triton.jit
-def softmax_with_a_global(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(x_ptr + row * N + columns, inside, SMALLEST)
-    weights = tl.exp(x - tl.max(x, 0))
-    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0), inside)
+def matvec_with_a_global(
+    x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + k, k < K, NOTHING).to(tl.float32)
+        inside = (rows < N)[:, None] & (k < K)[None, :]
+        places = rows[:, None] * K + k[None, :]
+        weight = tl.load(weight_ptr + places, inside, NOTHING).to(tl.float32)
+        total += tl.sum(weight * x[None, :], 1)
+    tl.store(y_ptr + rows, total, rows < N)
 
 
 @wrong("matvec_kernel", "begin with a tile")

@@ -9,23 +9,6 @@ from simplellm.model.kernels.blocks import count_pairs, write_blocks
 from wrong import wrong
 
 
-@wrong("max_blocks", "blocks of its own")
-def one_sort_of_pairs(pairs, experts, block):
-    return -(-pairs // block)
-
-
-@wrong("max_blocks", "in vain")
-def a_block_more_for_each(pairs, experts, block):
-    if (pairs, experts, block) == (12, 6, 4):
-        return 7
-    return min(pairs, pairs // block + experts)
-
-
-@wrong("max_blocks", "3 pairs fill 3 blocks at most")
-def without_the_fewer(pairs, experts, block):
-    return (pairs + experts * (block - 1)) // block
-
-
 @wrong("sort_small_kernel", "ids alone have ties")
 @triton.jit
 def compares_ids_alone(
