@@ -48,6 +48,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), quantized=False)
 
 
+# The operations matter less to what else is tried with schedules than to schedules.
+FASTER = pytest.mark.parametrize(
+    "tiny",
+    [
+        pytest.param(PLAIN, id="plain", marks=pytest.mark.exhaustive),
+        pytest.param(NUMPY, id="NumPy"),
+    ],
+    indirect=True,
+)
+
+
 @pytest.fixture(scope="module", params=[PLAIN, NUMPY], ids=["plain", "NumPy"])
 def tiny(request: pytest.FixtureRequest, folder: Path) -> Model:
     return load_model(folder, device="cpu", ops=request.param)
@@ -306,6 +317,7 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(
     assert min(counts["hits"], counts["evictions"], counts["shared"]) >= 200, counts
 
 
+@FASTER
 @pytest.mark.bits
 def test_pages_on_the_host_change_no_token(tiny: Model, alone: Recompute) -> None:
     """They go and come back among preemptions, aborts and steps that overlap."""
@@ -316,6 +328,7 @@ def test_pages_on_the_host_change_no_token(tiny: Model, alone: Recompute) -> Non
     assert counts["loaded"] >= 50, counts
 
 
+@FASTER
 @pytest.mark.bits
 def test_drafts_change_no_token(tiny: Model, alone: Recompute) -> None:
     """Right ones and wrong ones: of requests that draw, too, and that are penalized."""

@@ -158,8 +158,15 @@ def make_request(chance: random.Random, number: int) -> Request:
     )
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("num_pages", [20, 300])
+@pytest.mark.parametrize(
+    ("num_pages", "overlap"),
+    [
+        (20, True),
+        (300, False),
+        pytest.param(20, False, marks=pytest.mark.exhaustive),
+        pytest.param(300, True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_any_schedule_gives_the_tokens_of_a_request_alone(
     model: Model, overlap: bool, num_pages: int
 ) -> None:

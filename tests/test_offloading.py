@@ -171,9 +171,16 @@ def answers(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kv_cache_dtype": "fp8"}], ids=["auto", "fp8"]
+    ("embedded", "options"),
+    [
+        pytest.param(False, {}, id="auto"),
+        pytest.param(True, {"kv_cache_dtype": "fp8"}, id="embedded fp8"),
+        pytest.param(
+            False, {"kv_cache_dtype": "fp8"}, id="fp8", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(True, {}, id="embedded auto", marks=pytest.mark.exhaustive),
+    ],
 )
-@pytest.mark.parametrize("embedded", [False, True])
 def test_prefixes_come_back_and_tokens_stay(
     folder: Path, embedded: bool, options: dict[str, Any]
 ) -> None:
