@@ -167,7 +167,7 @@ def test_the_limit_can_be_computed_again_from_a_row(report):
 
 
 def test_a_full_step_has_every_request_before_and_after():
-    meter = bench.recorder()
+    meter = bench.unbounded_meter()
     meter.recent.extend([(0, 1), (1, 2), (3, 2), (7, 2), (8, 1), (9, 2), (9.5, 0)])
     run = bench.Trial([], 0.0, meter, began=0.0)
     assert run.full_steps(2) == [2, 4]
@@ -175,7 +175,7 @@ def test_a_full_step_has_every_request_before_and_after():
 
 
 def test_a_recorder_keeps_more_than_a_meter():
-    meter = bench.recorder()
+    meter = bench.unbounded_meter()
     for _ in range(5000):
         meter.step([], 0.0)
     assert len(meter.recent) == 5000

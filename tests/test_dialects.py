@@ -33,8 +33,12 @@ from simplellm.base.config import ConfigError
 from simplellm.base.files import Folder
 from simplellm.text.detokenizer import StreamDecoder
 from simplellm.text.dialects.dialect import Dialect, open_text
-from simplellm.text.dialects.sandbox import compiled, parsed, rendered
-from simplellm.text.dialects.template import concealed
+from simplellm.text.dialects.sandbox import (
+    compile_template,
+    parse_template,
+    render_template,
+)
+from simplellm.text.dialects.template import hide_text
 from simplellm.text.harmony import Message, Tool, ToolCall, from_openai, tool_calls
 from simplellm.text.harmony.schema import as_tools
 from simplellm.text.tokenizer import Tokenizer, TokenizerError
@@ -552,7 +556,9 @@ def test_templates_mean_what_they_do_to_transformers(
     expected = theirs.apply_chat_template(
         messages, chat_template=program, tokenize=False
     )
-    found = rendered(compiled(parsed(program), {}), {"messages": messages})
+    found = render_template(
+        compile_template(parse_template(program), {}), {"messages": messages}
+    )
     assert found == expected != ""
 
 
@@ -581,8 +587,8 @@ def test_templates_find_tags_in_messages(opened: Opened, program: str) -> None:
         messages, chat_template=program, tokenize=False
     )
     hidden = {ord("<"): 0xD800, ord(">"): 0xD801}
-    told = concealed({"messages": messages}, hidden)
-    found = rendered(compiled(parsed(program), hidden), told)
+    told = hide_text({"messages": messages}, hidden)
+    found = render_template(compile_template(parse_template(program), hidden), told)
     assert found.translate({to: char for char, to in hidden.items()}) == expected
     assert "<think>" not in found and "</think>" not in found
 

@@ -352,7 +352,7 @@ def test_captured_steps_give_the_tokens_of_a_request_alone(
     folder: Path, alone: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tape = Tape()
-    monkeypatch.setattr(graphs, "record", tape)
+    monkeypatch.setattr(graphs, "capture_graph", tape)
     model = load_model(folder, device="cpu")
     for seed in range(CASES):
         run_case(model, alone, seed, captured=True, drafts=seed % 2 == 0)

@@ -12,7 +12,7 @@ from simplellm.checkpoint.formats import (
     read_quantization,
 )
 from simplellm.checkpoint.mxfp4 import MXFP4, quantize
-from simplellm.checkpoint.stored import decoded, encoded
+from simplellm.checkpoint.stored import decode_weight, encode_weight
 
 LAYER = "model.layers.0."
 Q = LAYER + "self_attn.q_proj.weight"
@@ -297,7 +297,7 @@ EIGHT = [name for name in SUPPORTED if name not in ("mxfp4", *WHOLE)]
 @pytest.mark.parametrize("shape", [(256, 384), (40, 130), (3, 128, 256)])
 def test_a_weight_is_made_of_what_is_stored(name, shape):
     form = read_quantization(SUPPORTED[name][0]).format_of(Q)
-    weight = encoded(form, normal(*shape))
+    weight = encode_weight(form, normal(*shape))
     parts = {"": weight.values, form.suffixes[1]: weight.scales.bfloat16()}
     if form.suffixes[0] == "_packed":
         padded = torch.nn.functional.pad(weight.values, (0, -shape[-1] % 4))
@@ -306,7 +306,7 @@ def test_a_weight_is_made_of_what_is_stored(name, shape):
         parts["_shape"] = torch.tensor(shape[-2:])
     stored = {suffix: tuple(part.shape) for suffix, part in parts.items()}
     assert form.stored_shapes(shape) == stored
-    got = decoded(form, [parts[suffix] for suffix in form.suffixes])
+    got = decode_weight(form, [parts[suffix] for suffix in form.suffixes])
     assert torch.equal(got.values.view(torch.int8), weight.values.view(torch.int8))
     assert torch.equal(got.scales, weight.scales.bfloat16().float())
     assert (got.tile, got.inputs) == (weight.tile, weight.inputs)
@@ -318,7 +318,7 @@ def test_one_scale_becomes_that_of_each_row(name, axes):
     form = read_quantization(SUPPORTED[name][0]).format_of(Q)
     values = normal(40, 130).to(torch.float8_e4m3fn)
     assert form.stored_shapes((40, 130)) == {"": (40, 130), "_scale": (1,)}
-    found = decoded(form, [values, torch.tensor(0.25).reshape(axes)])
+    found = decode_weight(form, [values, torch.tensor(0.25).reshape(axes)])
     assert torch.equal(found.dequantize(torch.float32), values.float() / 4)
     assert form.nbytes((40, 130)) == found.nbytes == 40 * 130 + 40 * 4
 
@@ -339,16 +339,18 @@ def test_mxfp4_is_made_of_what_is_stored(config, name):
     stored = {suffix: tuple(part.shape) for suffix, part in parts.items()}
     assert form.stored_shapes((3, 64, 96)) == stored
     assert form.nbytes((3, 64, 96)) == weight.nbytes
-    found = decoded(form, [*parts.values()])
+    found = decode_weight(form, [*parts.values()])
     assert isinstance(found, MXFP4) and torch.equal(found.blocks, weight.blocks)
 
 
 def test_tensors_of_another_format_are_refused():
     form = read_quantization(W8A8).format_of(Q)
     with pytest.raises(TypeError, match=r"expected torch\.int8"):
-        decoded(form, [torch.zeros(2, 4).to(torch.float8_e4m3fn), torch.ones(2, 1)])
+        decode_weight(
+            form, [torch.zeros(2, 4).to(torch.float8_e4m3fn), torch.ones(2, 1)]
+        )
     with pytest.raises(ValueError, match="scales are"):
-        decoded(form, [torch.zeros(2, 4).char(), torch.ones(4, 1)])
+        decode_weight(form, [torch.zeros(2, 4).char(), torch.ones(4, 1)])
 
 
 def test_linear_layers_by_name():
@@ -378,7 +380,7 @@ def test_the_library_reads_and_writes_the_same_mxfp4():
     weight = quantize(normal(256, 384))
     dense, scales = weight.dequantize(torch.float32), 2.0 ** (weight.scales.int() - 127)
     stored = compressor.compress({"weight": dense, "weight_scale": scales}, theirs)
-    got = decoded(form, [stored["weight" + suffix] for suffix in form.suffixes])
+    got = decode_weight(form, [stored["weight" + suffix] for suffix in form.suffixes])
     assert torch.equal(got.scales, weight.scales)
     assert torch.equal(got.dequantize(torch.float32), dense)
     back = compressor.decompress(dict(stored), theirs)["weight"]
@@ -390,7 +392,7 @@ def test_the_library_reads_and_writes_the_same_tensors(name):
     config, suffixes, *_ = SUPPORTED[name]
     theirs, compressor = of_library(config)
     form = read_quantization(config).format_of(Q)
-    weight = encoded(form, normal(256, 384))
+    weight = encode_weight(form, normal(256, 384))
     dense = weight.dequantize(torch.float32)
     state = {"weight": dense, "weight_scale": weight.scales}
     stored = compressor.compress(state, theirs)
@@ -398,7 +400,7 @@ def test_the_library_reads_and_writes_the_same_tensors(name):
     assert form.stored_shapes(weight.shape) == {
         suffix: tuple(part.shape) for suffix, part in zip(suffixes, parts, strict=True)
     }
-    got = decoded(form, parts)
+    got = decode_weight(form, parts)
     assert torch.equal(got.values.view(torch.int8), weight.values.view(torch.int8))
     back = compressor.decompress(dict(stored), theirs)["weight"]
     torch.testing.assert_close(back.float(), got.dequantize(torch.float32))
@@ -415,7 +417,7 @@ def test_inputs_are_rounded_nearly_as_the_library_does(name):
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
     form = read_quantization(SUPPORTED[name][0]).format_of(Q)
-    weight = encoded(form, normal(256, 384))
+    weight = encode_weight(form, normal(256, 384))
     x = normal(1, 9, 384)
     scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module())
     expected = fake_quantize(x, scale, zero, args)

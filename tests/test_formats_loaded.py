@@ -28,7 +28,7 @@ from simplellm.checkpoint.checkpoint import Checkpoint, CheckpointError
 from simplellm.checkpoint.formats import SQUARES
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.scaled import Scaled
-from simplellm.checkpoint.stored import encoded, tensors
+from simplellm.checkpoint.stored import encode_weight, tensors
 from simplellm.model.memory import weight_bytes
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import NUMPY, is_small
@@ -469,7 +469,9 @@ def in_squares(given: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in given.items():
         found[name] = tensor
         if "_proj.weight" in name:
-            found[name], found[f"{name}_scale_inv"] = tensors(encoded(SQUARES, tensor))
+            found[name], found[f"{name}_scale_inv"] = tensors(
+                encode_weight(SQUARES, tensor)
+            )
     return found
 
 

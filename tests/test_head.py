@@ -29,7 +29,7 @@ from simplellm.engine.build_speculation import capture_drafts
 from simplellm.engine.graphs import bucket_sizes, verify_shapes
 from simplellm.engine.head_drafter import HeadDrafter
 from simplellm.engine.speculation import DRAFTERS
-from simplellm.model.eagle import tapped
+from simplellm.model.eagle import with_taps
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.offline_batch import PAGE, one_sequence
@@ -58,7 +58,9 @@ def states_of(model: Model, layers: Sequence[int], tokens: Sequence[int]) -> Ten
     seen: dict[int, Tensor] = {}
     taps = {n + 1: lambda x, n=n: seen.setdefault(n, x.clone()) for n in layers}
     with torch.inference_mode():
-        replace(model, ops=tapped(model, taps)).forward(batch, pool, batch.tokens[:1])
+        replace(model, ops=with_taps(model, taps)).forward(
+            batch, pool, batch.tokens[:1]
+        )
     return torch.cat([seen[n] for n in layers], dim=-1)
 
 
@@ -155,7 +157,7 @@ def test_captured_drafts_are_those_of_other_steps(
 
         return SimpleNamespace(replay=replay, pool=lambda: "a pool")
 
-    monkeypatch.setattr(graphs, "record", tape)
+    monkeypatch.setattr(graphs, "capture_graph", tape)
     monkeypatch.setattr(head_drafter, "record", recorded)
     config = replace(SMALL, speculative=str(tmp_path), num_speculative_tokens=5)
     found = []
@@ -217,7 +219,7 @@ def test_a_step_without_drafts_is_one_of_an_engine_without_them(
     """Once drafts are given up: the same calls, and the next step as early."""
     tape, model = Tape(), load_model(folder, device="cpu")
     write_head(tmp_path, model.config)
-    monkeypatch.setattr(graphs, "record", tape)
+    monkeypatch.setattr(graphs, "capture_graph", tape)
     replays = lambda run, pool=None: SimpleNamespace(replay=run, pool=lambda: pool)  # noqa: E731
     monkeypatch.setattr(head_drafter, "record", replays)
     monkeypatch.setitem(DRAFTERS, "suffix", WrongDrafter)

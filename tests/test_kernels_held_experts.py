@@ -10,7 +10,7 @@ from oracle_kernels import plain_dispatch, random_experts, repacked
 from test_kernels_grouped import FORMATS, make_experts, number, tokens_for, tolerance
 from test_kernels_routing import some_ids
 
-from simplellm.checkpoint.sharding import narrowed
+from simplellm.checkpoint.sharding import narrow_weight
 from simplellm.model import ops
 from simplellm.model.kernels import experts as packed
 from simplellm.model.kernels import grouped
@@ -34,7 +34,8 @@ def empty_is_nan() -> Iterator[None]:
 def some(mlp: Experts, held: range) -> Experts:
     """A rank's part."""
     weights: dict[str, Any] = {
-        name: narrowed(getattr(mlp, name), -3, held) for name in ("gate_up", "down")
+        name: narrow_weight(getattr(mlp, name), -3, held)
+        for name in ("gate_up", "down")
     }
     for name in ("gate_up_bias", "down_bias"):
         bias = getattr(mlp, name)

@@ -19,7 +19,7 @@ from simplellm.checkpoint.families.gpt_oss import (
     GPT_OSS_120B,
     MODELS,
 )
-from simplellm.checkpoint.names import NAMES, kind, tensor_names, tensor_shapes
+from simplellm.checkpoint.names import NAMES, part_of_model, tensor_names, tensor_shapes
 from simplellm.model import memory
 from simplellm.model.memory import (
     Counts,
@@ -82,10 +82,10 @@ def test_tied_counts() -> None:
 
 
 def test_every_tensor_has_a_kind() -> None:
-    kinds = {kind(name) for name in tensor_shapes(TINY)}
+    kinds = {part_of_model(name) for name in tensor_shapes(TINY)}
     assert kinds == set(count_parameters(TINY).by_kind)
-    assert kind("layers.3.attn_norm.weight") == "norms"
-    assert kind("layers.3.experts.down_bias") == "experts"
+    assert part_of_model("layers.3.attn_norm.weight") == "norms"
+    assert part_of_model("layers.3.experts.down_bias") == "experts"
 
 
 def test_each_tensor_is_split_along_an_axis_that_it_has() -> None:
@@ -107,8 +107,8 @@ def test_weights_are_as_large_as_their_tensors(quantized: bool, tmp_path: Path) 
     found: dict[str, int] = {}
     for name in checkpoint.names():
         size = checkpoint[name].nbytes
-        size *= 2 if kind(name) == "norms" else 1  # kept in float32
-        found[kind(name)] = found.get(kind(name), 0) + size
+        size *= 2 if part_of_model(name) == "norms" else 1  # kept in float32
+        found[part_of_model(name)] = found.get(part_of_model(name), 0) + size
     assert weight_bytes(checkpoint.config, 2) == found
 
 

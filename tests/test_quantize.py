@@ -18,7 +18,7 @@ from simplellm.apps.cli import main
 from simplellm.apps.quantize import quantize_checkpoint
 from simplellm.checkpoint.checkpoint import INDEX, Checkpoint
 from simplellm.checkpoint.formats import read_quantization
-from simplellm.checkpoint.stored import decoded, encoded, tensors
+from simplellm.checkpoint.stored import decode_weight, encode_weight, tensors
 
 HIDDEN, ROWS, VOCABULARY, EXPERTS = 128, 256, 200, 2
 LAYERS = {"self_attn.q_proj": (ROWS, HIDDEN), "self_attn.o_proj": (HIDDEN, ROWS)}
@@ -138,8 +138,8 @@ def test_linear_layers_are_rounded_and_all_else_is_as_it_was(source, written):
             continue
         parts = [name + suffix for suffix in form.suffixes]
         names |= {*parts}
-        got = decoded(form, [after[part] for part in parts])
-        expected = encoded(form, tensor)
+        got = decode_weight(form, [after[part] for part in parts])
+        expected = encode_weight(form, tensor)
         for part, wanted in zip(tensors(got), tensors(expected), strict=True):
             assert torch.equal(part.view(torch.uint8), wanted.view(torch.uint8))
     assert names == after.keys()
@@ -195,7 +195,7 @@ def test_transformers_loads_it(tmp_path, format, experts):
     for name in tensors:
         if form := quantization.format_of(name):
             parts = [after[name + suffix] for suffix in form.suffixes]
-            put(state, name, decoded(form, parts).dequantize(torch.float32))
+            put(state, name, decode_weight(form, parts).dequantize(torch.float32))
     with torch.inference_mode():
         got, expected = model(tokens).logits, dense(tokens).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -98,7 +98,7 @@ def test_padding_rows_change_no_token(
 ) -> None:
     """Batches between the captured sizes give the tokens of the captured ones."""
     tape = Tape()
-    monkeypatch.setattr(graphs, "record", tape)
+    monkeypatch.setattr(graphs, "capture_graph", tape)
     engine = capture(model, overlap)
     assert [graph.size for graph in engine.runner.captured] == [1, 2, 4, 8]
     for batch, bucket in ((8, 8), (1, 1), (2, 2), (3, 4), (5, 8), (7, 8)):
@@ -118,7 +118,7 @@ def test_captured_steps_with_prompts_change_no_token(
 ) -> None:
     """Prompts alone and beside decodes, whole and in parts, in padded steps."""
     tape = Tape()
-    monkeypatch.setattr(graphs, "record", tape)
+    monkeypatch.setattr(graphs, "capture_graph", tape)
     sizes = (16, 64, 256)
     engine = capture(model, overlap, sizes, prefill_chunk=chunk, max_num_seqs=6)
     assert [graph.shape for graph in engine.runner.mixed] == [
@@ -136,7 +136,7 @@ def test_captured_steps_with_prompts_change_no_token(
 def test_a_step_takes_the_smallest_graph_that_has_room(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "record", Tape())
+    monkeypatch.setattr(graphs, "capture_graph", Tape())
     runner = capture(model, mixed=(16, 64), max_num_seqs=12).runner
     small, large = (graph.shape for graph in runner.mixed)
     assert (small, large) == (CaptureShape(16, 8, 4), CaptureShape(64, 12, 16))
@@ -157,7 +157,7 @@ def test_a_step_takes_the_smallest_graph_that_has_room(
 def test_prompts_in_captured_steps_are_scored(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "record", Tape())
+    monkeypatch.setattr(graphs, "capture_graph", Tape())
     params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=1)
     found = []
     for mixed in ((), (16, 64, 256)):
@@ -192,7 +192,7 @@ def test_steps_without_a_graph_run_when_capturing_fails(
     error: type[Exception],
     room: int,
 ) -> None:
-    monkeypatch.setattr(graphs, "record", Tape(room, error))
+    monkeypatch.setattr(graphs, "capture_graph", Tape(room, error))
     engine = capture(model)
     sizes = [graph.size for graph in engine.runner.captured]
     # A driver that fails once will fail again; less memory may be enough.

@@ -214,7 +214,7 @@ def book(requests: int, pages: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("requests", "pages"), [(1, 40), (1, 60_000), (300, 60_000)])
 def test_a_large_engine_fits_a_screen(requests: int, pages: int) -> None:
-    found = live.cut(book(requests, pages))
+    found = live.trim_snapshot(book(requests, pages))
     assert len(json.dumps(found)) < 16_000
     rows = min(requests, live.MAX_ROWS)
     assert len(found["running"]) == len(found["waiting"]) == rows

@@ -121,7 +121,9 @@ def test_a_request_arrives_as_it_was() -> None:
     first, *first.siblings = (spec.sample(index) for index in range(3))
     for number, sample in enumerate([first, *first.siblings], start=40):
         sample.request_id = number
-    found = wire.request_of(crossed(wire.as_samples(first)), lambda t: Grammar(t, "c"))
+    found = wire.request_of(
+        crossed(wire.request_as_plain(first)), lambda t: Grammar(t, "c")
+    )
     for ours, theirs in zip(
         [first, *first.siblings], [found, *found.siblings], strict=True
     ):
@@ -165,10 +167,12 @@ def test_events_that_wait_are_one() -> None:
     second = Event(3, [1, 2], entries[1:], "length", None, 2.0, 4, None, 1, 0.5)
     second = second._replace(draft_counts=[(2, 1)])  # all so far
     wanted = second._replace(tokens=[0, 1, 2], logprobs=entries, prompt_logprobs=[None])
-    assert wire.as_one(first, second) == wanted
-    assert wire.as_one(Event(3, [0]), Event(3, [1])).logprobs is None
+    assert wire.join_events(first, second) == wanted
+    assert wire.join_events(Event(3, [0]), Event(3, [1])).logprobs is None
     # An end without tokens, as at a time limit, has no log-probabilities of its own.
-    assert wire.as_one(first, Event(3, finish_reason="abort")).logprobs == entries[:1]
+    assert (
+        wire.join_events(first, Event(3, finish_reason="abort")).logprobs == entries[:1]
+    )
 
 
 def test_half_a_frame_is_none() -> None:
@@ -609,7 +613,7 @@ def test_a_server_that_reads_nothing(folder: Path) -> None:
         assert next(arriving) == {} and "backend_reason" in next(arriving)
         params = SamplingParams(logprobs=20, temperature=0, seed=0)
         families = [
-            wire.as_samples(Request([number], length, params, request_id=number))
+            wire.request_as_plain(Request([number], length, params, request_id=number))
             for number in range(count)
         ]
         link.sendall(wire.as_frame(["submit", families]))

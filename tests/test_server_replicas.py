@@ -25,7 +25,7 @@ from simplellm.server.remote.replicas import (
     PendingRequest,
     Replicas,
     ReplicaSlot,
-    added,
+    sum_stats,
 )
 from simplellm.server.start import spawn
 
@@ -270,10 +270,10 @@ def test_sums_of_statistics() -> None:
         1, 2, {"stop": 1}, 3, 4, 10, 5, 6, 7.0, 0.5, 0.5, 8, 0.1, 0.4, None, None
     )
     two = replace(one, finished={"stop": 2, "length": 1}, ttft=0.2, cached_tokens=0)
-    found = added([one, two])
+    found = sum_stats([one, two])
     assert found.finished == {"stop": 3, "length": 1} and found.tokens_per_second == 14
     assert (found.ttft, found.itl) == (0.2, None) and found.cache_hit_rate == 5 / 20
-    assert asdict(added([])) | {"finished": {}} == asdict(added([]))
+    assert asdict(sum_stats([])) | {"finished": {}} == asdict(sum_stats([]))
 
 
 # Limits

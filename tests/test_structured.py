@@ -24,7 +24,7 @@ from simplellm.api.chat_options import as_format, text_constraint, turn_constrai
 from simplellm.api.input_processor import InputProcessor
 from simplellm.base.grammar import GrammarError
 from simplellm.structured.rules import output_rules, rules_text
-from simplellm.structured.schemas import blamed
+from simplellm.structured.schemas import innermost_refused
 from simplellm.text.harmony import parse, tool_calls
 
 llguidance = pytest.importorskip("llguidance")
@@ -439,10 +439,13 @@ def test_a_place_is_not_looked_for_without_an_end() -> None:
         asked.append(one)
         return True
 
-    assert blamed(schema, refused, time.monotonic() + 60) == ".properties.a" * 50
+    assert (
+        innermost_refused(schema, refused, time.monotonic() + 60)
+        == ".properties.a" * 50
+    )
     assert len(asked) == 50
-    assert blamed(schema, refused, time.monotonic()) == ""
-    assert blamed({"$ref": "#"}, refused, time.monotonic() + 60) == ""
+    assert innermost_refused(schema, refused, time.monotonic()) == ""
+    assert innermost_refused({"$ref": "#"}, refused, time.monotonic() + 60) == ""
     assert len(asked) == 50
 
 

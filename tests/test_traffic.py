@@ -31,8 +31,8 @@ from simplellm.apps.workloads import (
     WORKLOADS,
     Arrival,
     Workload,
-    arrive,
     draw_workload,
+    poisson_arrivals,
     read_workload,
 )
 
@@ -332,7 +332,7 @@ def test_a_turn_waits_for_the_one_before(clients):
 
 def test_a_file_comes_out_as_it_went_in(tmp_path: Path):
     """But for the results, which another run may replace."""
-    some = arrive(draw_workload(SMALL, 7, 1), 200.0, 1)
+    some = poisson_arrivals(draw_workload(SMALL, 7, 1), 200.0, 1)
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     with first.open("w") as file:
         run_traffic(one_at_a_time(0.001, []), some, file=file)

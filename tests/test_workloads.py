@@ -12,9 +12,9 @@ import pytest
 from simplellm.apps.workloads import (
     WORKLOADS,
     Arrival,
-    arrive,
     conversations,
     draw_workload,
+    poisson_arrivals,
     read_workload,
 )
 
@@ -97,24 +97,24 @@ def test_arrivals_are_poisson():
     """Gaps of an exponential distribution: its mean, its spread, no memory."""
     count, rate = 4000, 8.0
     some = [Arrival(str(k), "", {}) for k in range(count)]
-    found = arrive(some, rate, seed=1)
+    found = poisson_arrivals(some, rate, seed=1)
     assert [replace(one, at=0.0) for one in found] == some
     gaps = np.diff([0.0, *(one.at for one in found)])
     assert gaps.min() > 0
     assert gaps.mean() == pytest.approx(1 / rate, rel=0.05)
     assert gaps.std() == pytest.approx(1 / rate, rel=0.1)
     assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < 0.05
-    assert arrive(some, rate, seed=1) == found
-    assert arrive(some, rate, seed=2) != found
+    assert poisson_arrivals(some, rate, seed=1) == found
+    assert poisson_arrivals(some, rate, seed=2) != found
 
 
 def test_bursts_come_at_once_and_answers_are_waited_for():
     some = [Arrival(str(k), "", {}) for k in range(6400)]
-    found = arrive(some, 64.0, seed=1, burst=32)
+    found = poisson_arrivals(some, 64.0, seed=1, burst=32)
     assert set(Counter(one.at for one in found).values()) == {32}
     assert found[-1].at == pytest.approx(100, rel=0.2)
     talk = [Arrival("a", "", {}), Arrival("b", "", {}, at=0.5, after="a")]
-    first, second = arrive(talk, 64.0, seed=1)
+    first, second = poisson_arrivals(talk, 64.0, seed=1)
     assert first.at > 0
     assert second == talk[1]
 

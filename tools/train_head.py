@@ -57,7 +57,7 @@ from simplellm.checkpoint.eagle import (
 )
 from simplellm.model.attention import masked_attention, visible
 from simplellm.model.batch import Batch, KVGroup
-from simplellm.model.eagle import as_model, tapped
+from simplellm.model.eagle import as_model, with_taps
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.machine import find_device, name_of
 from simplellm.model.model import Model
@@ -193,7 +193,7 @@ def states_of(
     pages = batch.groups[0].tables.numel() * len(batch.groups)
     pool = KVPool(model.config, pages, PAGE, model.dtype, model.device)
     taps = {layer + 1: lambda x: seen.append(x.clone()) for layer in layers}
-    model = replace(model, ops=replace(tapped(model, taps), attend=attend))
+    model = replace(model, ops=replace(with_taps(model, taps), attend=attend))
     last = model.forward(batch, pool, batch.tokens[:1]).bfloat16()
     states, counts = torch.cat(seen, dim=-1).bfloat16(), [*map(len, texts)]
     return [*zip(states.split(counts), last.split(counts), strict=True)]

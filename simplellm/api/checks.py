@@ -32,11 +32,11 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list. Raises TypeError or ValueError."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = plain(prompts)
+    prompts = as_list(prompts)
     expected = "text, a list of token ids, or a list of these"
     expect_type("prompts", prompts, list | tuple, expected)
     expect(prompts, "prompts", prompts, "at least one prompt")
-    one = all(isinstance(item, int) or type(plain(item)) is int for item in prompts)
+    one = all(isinstance(item, int) or type(as_list(item)) is int for item in prompts)
     return [list(prompts)] if one else list(prompts)
 
 
@@ -60,20 +60,20 @@ def annotate_errors(name: str, index: int, all_of_it: bool = False) -> Iterator[
         raise
 
 
-def plain(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """A NumPy or PyTorch array as a list; all else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def token_ids(prompt: Any) -> list[int]:
     """A prompt that is no text, in Python's integers. Raises TypeError, ValueError."""
-    prompt = plain(prompt)
+    prompt = as_list(prompt)
     expect_type("a prompt", prompt, list | tuple, "text or token ids", "prompt")
     if not prompt:
         wrong = "a prompt is empty; expected at least one token"
         raise ParameterError(wrong, "prompt")
     # NumPy and PyTorch have integers of their own.
-    ids = [token if type(token) is int else plain(token) for token in prompt]
+    ids = [token if type(token) is int else as_list(token) for token in prompt]
     odd = next((token for token in ids if type(token) is not int), 0)
     name, ok = "a token id of a prompt", type(odd) is int
     expect(ok, name, odd, "an integer", TypeError, "prompt")

@@ -76,7 +76,7 @@ class GrammarCompiler:
         raise ParameterError(wrong, name)
 
 
-def once_for_each(constrain: Constrain) -> Constrain:
+def memoized(constrain: Constrain) -> Constrain:
     """``constrain``, which then isn't asked again for what it has been asked before."""
     compiled: list[tuple[StructuredOutputs | None, Constraint | None]] = []
 

@@ -27,7 +27,7 @@ from simplellm.api.checks import (
     is_several,
     token_ids,
 )
-from simplellm.api.grammars import Constrain, GrammarCompiler, once_for_each
+from simplellm.api.grammars import Constrain, GrammarCompiler, memoized
 from simplellm.base.config import (
     ModelConfig,
     check_kind,
@@ -163,7 +163,7 @@ class InputProcessor:
         if (outputs := overrides.get("structured_outputs")) is not None:
             made = StructuredOutputs.of(outputs)  # the same for all
             overrides = {**overrides, "structured_outputs": made}
-        constrain, specs = once_for_each(constrain), []
+        constrain, specs = memoized(constrain), []
         for index, prompt in enumerate(every):
             with (
                 annotate_errors("prompts", index, each)

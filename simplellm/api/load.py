@@ -24,7 +24,7 @@ from simplellm.checkpoint.families import title
 from simplellm.checkpoint.folder import path_of
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.source import Source
-from simplellm.checkpoint.stored import sent
+from simplellm.checkpoint.stored import move_weight
 from simplellm.engine.build_speculation import (
     capture_drafts,
     find_head,
@@ -191,7 +191,7 @@ def read_weights(
             weight = source[name]
             progress.update()
             if not isinstance(weight, Tensor):
-                return sent(weight, send)
+                return move_weight(weight, send)
             exact = "norm." in name
             weight = weight.to(torch.float32 if exact else dtype)
             return send(plain_norm(weight, name, config) if exact else weight)

@@ -227,10 +227,10 @@ def kind_of(part: RequestOutput | Delta) -> object:
 def merge(parts: Iterable[Any]) -> list[Any]:
     """Parts of one reply, in order, with neighbors of one kind merged."""
     groups = (list(group) for _, group in groupby(parts, key=kind_of))
-    return [merged(group) if len(group) > 1 else group[0] for group in groups]
+    return [merge_kind(group) if len(group) > 1 else group[0] for group in groups]
 
 
-def merged(parts: Sequence[Any]) -> Any:
+def merge_kind(parts: Sequence[Any]) -> Any:
     """Parts of one kind as one part."""
     kind, last = type(parts[0].token_ids), parts[-1]
     logprobs = None

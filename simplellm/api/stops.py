@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def find_beginning(text: str, stop: str, start: int) -> int:
+def find_stop(text: str, stop: str, start: int) -> int:
     """Where ``stop`` begins in ``text``, from ``start`` on, or may if more text comes.
 
     The end of the text if nowhere.
@@ -45,7 +45,7 @@ class StopStrings:
             return text  # as almost all text is
         text = self.pending + text
         begins = [
-            find_beginning(text, stop, start)
+            find_stop(text, stop, start)
             for stop, start in zip(self.stops, self._begins, strict=True)
         ]
         lengths = map(len, self.stops)

@@ -185,7 +185,7 @@ def result_of(line: Line, status: int, body: Any) -> dict[str, Any]:
     }
 
 
-def count_tokens(body: Mapping[str, Any]) -> int:
+def generated_tokens(body: Mapping[str, Any]) -> int:
     """The tokens that were generated for the body of a response."""
     usage = body.get("usage") or {}
     return int(usage.get("completion_tokens", usage.get("output_tokens", 0)))
@@ -224,7 +224,7 @@ def answer_all(
                 file.write(json.dumps(result).encode() + b"\n")  # in one write
                 file.flush()
                 done[line.custom_id] = is_error(result)
-                tokens += count_tokens(response[1])
+                tokens += generated_tokens(response[1])
                 speed = tokens / (perf_counter() - start)
                 bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
             bar.update()

@@ -88,7 +88,9 @@ class Case:
         return f"{self.kind} {self.batch} x {self.input_len:,} + {self.output_len}"
 
 
-def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:
+def parse_sizes(
+    name: str, text: str, width: int, expected: str
+) -> list[tuple[int, ...]]:
     """What an option such as "1,8,64" or "32x2048,1x2048" lists; may be nothing."""
     try:
         entries = [tuple(map(int, part.split("x"))) for part in text.split(",") if text]
@@ -105,13 +107,15 @@ def plan_steps(
     """What the options ask to be measured of an engine."""
     expected = "prompts x tokens such as 32x2048,1x2048"
     return Plan(
-        batches=[n for (n,) in numbers("batch", batch, 1, "integers such as 1,8,64")],
+        batches=[
+            n for (n,) in parse_sizes("batch", batch, 1, "integers such as 1,8,64")
+        ],
         input_len=input_len,
         output_len=output_len,
         prefills=[
-            (n, length) for n, length in numbers("prefill", prefill, 2, expected)
+            (n, length) for n, length in parse_sizes("prefill", prefill, 2, expected)
         ],
-        contexts=[n for (n,) in numbers("context", context, 1, "integers")],
+        contexts=[n for (n,) in parse_sizes("context", context, 1, "integers")],
     )
 
 
@@ -175,7 +179,7 @@ def engine_config(cases: Sequence[Case], base: EngineConfig) -> EngineConfig:
 # How it is measured
 
 
-def recorder() -> Meter:
+def unbounded_meter() -> Meter:
     """A meter that forgets nothing."""
     meter = Meter()
     meter.recent, meter.ttft, meter.itl = deque(), deque(), deque()
@@ -221,7 +225,7 @@ class Bench:
         while engine.flights:  # a step in advance, whose tokens nobody wants
             time.sleep(0.001)
         with engine.lock:
-            engine.meter = meter = recorder()
+            engine.meter = meter = unbounded_meter()
         vocab_size, shape = self.llm.config.vocab_size, (batch, input_len)
         prompts = torch.randint(vocab_size, shape, generator=self.generator).tolist()
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)

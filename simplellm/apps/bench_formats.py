@@ -26,7 +26,7 @@ from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.checkpoint.source import Source
-from simplellm.checkpoint.stored import encoded
+from simplellm.checkpoint.stored import encode_weight
 from simplellm.model.machine import dtype_name, find_device, find_dtype
 from simplellm.model.memory import weight_bytes
 
@@ -58,7 +58,7 @@ class RoundedCheckpoint:
         if isinstance(weight, MXFP4 | Scaled):
             weight = weight.dequantize(torch.float32)
         assert isinstance(weight, torch.Tensor)  # as none is packed for a CPU
-        return encoded(form, weight) if form else weight
+        return encode_weight(form, weight) if form else weight
 
 
 def rounded_weights(config: ModelConfig, form: NumberFormat) -> Iterator[str]:

@@ -40,7 +40,7 @@ is the speed by what steps of so many tokens cost, each measured by itself.
 """
 
 
-def drafted(before: Stats, after: Stats) -> list[int]:
+def count_draft_steps(before: Stats, after: Stats) -> list[int]:
     """How many steps between the two checked at least 1, 2, ... drafts of a request."""
     counts = [
         count - before.draft_tokens.get(position, 0)
@@ -55,7 +55,7 @@ def expected_seconds(steps: int, drafts: list[int], costs: StepCosts) -> float:
     return sum(n * costs(1 + checked) for checked, n in enumerate(exactly))
 
 
-def write(llm: Any, prompt: str) -> dict[str, Any]:
+def time_prompt(llm: Any, prompt: str) -> dict[str, Any]:
     """What became of a prompt: its text, its decodes, and how long each took."""
     before = llm.stats()
     (output,) = llm.generate([prompt], temperature=0, max_tokens=MAX_TOKENS).result()
@@ -67,7 +67,7 @@ def write(llm: Any, prompt: str) -> dict[str, Any]:
         "answer": output.text,
         "tokens": tokens,
         "steps": steps,
-        "drafted": drafted(before, after),
+        "drafted": count_draft_steps(before, after),
         "right": sum(times.accepted_tokens),
         "step_ms": 1e3 * seconds / max(1, steps),
         "measured": tokens / seconds,
@@ -76,10 +76,12 @@ def write(llm: Any, prompt: str) -> dict[str, Any]:
 
 def fastest(llm: Any, prompt: str) -> dict[str, Any]:
     """The fastest of some runs: what else the machine does makes none faster."""
-    return max((write(llm, prompt) for _ in range(RUNS)), key=lambda r: r["measured"])
+    return max(
+        (time_prompt(llm, prompt) for _ in range(RUNS)), key=lambda r: r["measured"]
+    )
 
 
-def compared(
+def compare_row(
     name: str, plain: Mapping[str, Any], run: Mapping[str, Any], costs: StepCosts
 ) -> dict[str, Any]:
     """A row: a text without drafts, with them, and what was to be expected."""
@@ -124,7 +126,7 @@ def measure_speculation(
     with start(model, drafting, **options) as llm:
         runs = {name: fastest(llm, text) for name, text in texts.items()}
     rows = [
-        compared(name, without[name], run, StepCosts(costs))
+        compare_row(name, without[name], run, StepCosts(costs))
         for name, run in runs.items()
     ]
     return circumstances(model, target, command) | {

@@ -13,7 +13,7 @@ from simplellm.checkpoint.families import FAMILIES
 from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.folder import is_gguf
 from simplellm.checkpoint.formats import FLOATS, format_names
-from simplellm.checkpoint.names import kind
+from simplellm.checkpoint.names import part_of_model
 from simplellm.checkpoint.source import Source
 from simplellm.model.memory import count_parameters
 
@@ -90,7 +90,7 @@ def describe(path: str | None) -> Iterator[str]:
     parts: dict[str, list[tuple[str, int]]] = {}  # dtypes or formats, and bytes
     for ours in source.names():
         form = config.formats.get(ours)
-        parts.setdefault(kind(ours), []).extend(
+        parts.setdefault(part_of_model(ours), []).extend(
             (form.name.split()[0] if form else info.dtype, info.nbytes)
             for info in source.stored(ours)
         )

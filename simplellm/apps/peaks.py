@@ -31,7 +31,7 @@ def seconds_of(
     return clock() - start
 
 
-def shortest(work: Callable[[], object], device: torch.device) -> float:
+def shortest_time(work: Callable[[], object], device: torch.device) -> float:
     """The shortest of ten times that ``work`` takes, in seconds.
 
     Whatever disturbs a run makes it longer.
@@ -48,7 +48,7 @@ def read_speed(device: torch.device, nbytes: int) -> float:
         from simplellm.model.kernels.bandwidth import read_memory as read
     elif device.type == "cpu":
         x = x.view(torch.float32)  # the sum of integers takes longer than reading them
-    return nbytes / shortest(lambda: read(x), device)
+    return nbytes / shortest_time(lambda: read(x), device)
 
 
 def matmul_speed(device: torch.device, size: int, dtype: torch.dtype) -> float:
@@ -57,7 +57,7 @@ def matmul_speed(device: torch.device, size: int, dtype: torch.dtype) -> float:
     They are random: a GPU needs less power for constants, and is then faster.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / shortest(lambda: a @ b, device)
+    return 2 * size**3 / shortest_time(lambda: a @ b, device)
 
 
 def measure_machine(device: torch.device, nbytes: int) -> Machine:

@@ -36,7 +36,7 @@ from simplellm.checkpoint.formats import (
 from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.checkpoint.names import is_expert_weight, stored_names, tensor_names
 from simplellm.checkpoint.source import TensorInfo
-from simplellm.checkpoint.stored import encoded, in_one, tensors
+from simplellm.checkpoint.stored import encode_weight, join_weights, tensors
 from simplellm.checkpoint.tensors import tensor_view
 
 Forms = Mapping[str, NumberFormat | None]  # of each tensor, by name
@@ -51,13 +51,13 @@ ROWS_AT_ONCE = 4096  # of a weight that are rounded at once
 COPIED = "", ".json", ".jinja", ".md", ".model", ".tiktoken", ".txt"
 
 
-def suits(info: TensorInfo, form: NumberFormat) -> bool:
+def has_whole_tiles(info: TensorInfo, form: NumberFormat) -> bool:
     """Whether a tensor [out, in] has whole tiles, from which others compute sizes."""
     columns = BLOCK if form.is_mxfp4 else form.tile[1] or ALIGNED
     return info.shape[0] % form.tile[0] == 0 and info.shape[1] % columns == 0
 
 
-def chosen(
+def choose_formats(
     source: Checkpoint, infos: Mapping[str, TensorInfo], form: NumberFormat
 ) -> Forms:
     """The format of each tensor: of those that engines join, all have it or none.
@@ -75,12 +75,14 @@ def chosen(
             ok = is_expert_weight(ours)
         else:
             ok = ours.startswith("layers.") and is_matrix(name)
-            ok = ok and all(suits(part, form) for part in parts)
+            ok = ok and all(has_whole_tiles(part, form) for part in parts)
         forms |= {part.name: form for part in parts if ok}
     return forms
 
 
-def rounded(tensor: Tensor, name: str, form: NumberFormat | None) -> dict[str, Tensor]:
+def round_weight(
+    tensor: Tensor, name: str, form: NumberFormat | None
+) -> dict[str, Tensor]:
     """What becomes of a tensor ``name``, by name. Raises ValueError for no numbers."""
     if form is None:
         return {name: tensor}
@@ -88,8 +90,8 @@ def rounded(tensor: Tensor, name: str, form: NumberFormat | None) -> dict[str, T
         pairs = [tensors(quantize(expert.T)) for expert in tensor]
         first, second = map(torch.stack, zip(*pairs, strict=True))
     else:
-        pieces = [encoded(form, rows) for rows in tensor.split(ROWS_AT_ONCE)]
-        first, second = tensors(in_one(pieces, tensor.shape))
+        pieces = [encode_weight(form, rows) for rows in tensor.split(ROWS_AT_ONCE)]
+        first, second = tensors(join_weights(pieces, tensor.shape))
         if form.is_mxfp4:
             first = first.flatten(-2)
         else:
@@ -101,19 +103,19 @@ def rounded(tensor: Tensor, name: str, form: NumberFormat | None) -> dict[str, T
     }
 
 
-def all_rounded(
+def round_file(
     infos: Iterable[TensorInfo], data: Any, forms: Forms, progress: tqdm
 ) -> dict[str, Tensor]:
     """What becomes of a file's tensors, by name; ``data`` is the file."""
     parts: dict[str, Tensor] = {}
     for info in infos:
         with reraise_as(CheckpointError, info.name):
-            parts |= rounded(tensor_view(data, info), info.name, forms[info.name])
+            parts |= round_weight(tensor_view(data, info), info.name, forms[info.name])
         progress.update(info.nbytes)
     return parts
 
 
-def described(form: NumberFormat, left: list[str]) -> dict[str, Any]:
+def quantization_config(form: NumberFormat, left: list[str]) -> dict[str, Any]:
     """The quantization_config of a format; the modules ``left`` stay as they are."""
     if form is MXFP4_EXPERTS:
         return {"quant_method": "mxfp4", "modules_to_not_convert": left}
@@ -191,7 +193,7 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
         form = MXFP4_EXPERTS
     shards = {file: map_shard(file) for file in files}
     infos = read_headers(shards)
-    forms = chosen(checkpoint, infos, form)
+    forms = choose_formats(checkpoint, infos, form)
     before = sum(info.nbytes for info in infos.values())
     fits = any(forms.values())
     expect(fits, "IN", str(source), wanted_tiles(form, format, checkpoint.config))
@@ -200,7 +202,9 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
         for name, info in infos.items()
         if is_linear(name) and len(info.shape) == 2 and forms[name] is None
     ]
-    config["quantization_config"] = described(form, sorted({*left, "lm_head"}))
+    config["quantization_config"] = quantization_config(
+        form, sorted({*left, "lm_head"})
+    )
     weight_map: dict[str, str] = {}
     after = 0
     os.umask(umask := os.umask(0o077))
@@ -214,7 +218,7 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
         folder.mkdir()
         for file, data in shards.items():
             here = [info for info in infos.values() if info.file == file]
-            parts = all_rounded(here, data, forms, progress)
+            parts = round_file(here, data, forms, progress)
             save_file(parts, folder / file.name, metadata={"format": "pt"})
             os.chmod(folder / file.name, 0o666 & ~umask)  # which safetensors ignores
             weight_map |= dict.fromkeys(parts, file.name)

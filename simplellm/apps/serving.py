@@ -178,7 +178,7 @@ def serve_model(
     where: Any = {"device": device, "dtype": dtype, "log_level": log_level}
     with closing(bind(host, port)) as bound:
         with needs_extra(), screen.waiting("Starting PyTorch"):
-            engine = begin(replicas, device, watchdog_timeout)
+            engine = start_engine(replicas, device, watchdog_timeout)
             from simplellm.api.llm import LLM
             from simplellm.server.remote.client import load_remote
             from simplellm.server.serve import serve
@@ -207,7 +207,7 @@ def check_seconds(timeout: float, grace: float, watchdog_timeout: float) -> None
     check_number("--watchdog-timeout", watchdog_timeout, float, 5, MAX_SIZE)
 
 
-def begin(
+def start_engine(
     replicas: int | None, device: str | None, watchdog_timeout: float
 ) -> "RemoteClient":
     """Start the engine's process, or one for each of several ``replicas``."""

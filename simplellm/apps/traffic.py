@@ -170,7 +170,7 @@ def take_events(lines: Iterable[bytes], outcome: Outcome) -> None:
 # What is sent when
 
 
-async def ask(send: Send, arrival: Arrival, outcome: Outcome) -> None:
+async def send_request(send: Send, arrival: Arrival, outcome: Outcome) -> None:
     """Send a request once it is due, and wait for its end. Raises nothing."""
     await asyncio.sleep(outcome.due - time.monotonic())
     outcome.sent = time.monotonic()
@@ -212,7 +212,7 @@ def run_traffic(
         for arrival in talk:
             outcome = Outcome(due + arrival.at, error=error)
             if error is None:
-                await ask(send, arrival, outcome)
+                await send_request(send, arrival, outcome)
             outcome.ended = due = time.monotonic()
             error = outcome.error and FAILED
             outcomes[arrival.custom_id] = outcome

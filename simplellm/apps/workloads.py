@@ -68,7 +68,7 @@ def draw_length(chance: Random, median: int, least: int, most: int) -> int:
     return min(most, max(least, round(median * chance.lognormvariate(0, 1))))
 
 
-def say(chance: Random, length: int) -> str:
+def random_text(chance: Random, length: int) -> str:
     """A text of so many words."""
     return " ".join(chance.choices(WORDS, k=length))
 
@@ -84,10 +84,10 @@ def draw_conversation(
     """
 
     def user_text() -> str:
-        return say(chance, draw_length(chance, *kind.prompt))
+        return random_text(chance, draw_length(chance, *kind.prompt))
 
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
-    opening = user_text() if kind.first is None else say(chance, kind.first)
+    opening = user_text() if kind.first is None else random_text(chance, kind.first)
     messages.append({"role": "user", "content": opening})
     tools = {"tools": [{"type": "function", "function": LOOKUP}]}
     arrivals: list[Arrival] = []
@@ -98,7 +98,7 @@ def draw_conversation(
         after = arrivals[-1].custom_id if arrivals else None
         url = "/v1/chat/completions"
         arrivals.append(Arrival(f"{name}-{turn}", url, body, after=after))
-        query = json.dumps({"query": say(chance, length)})
+        query = json.dumps({"query": random_text(chance, length)})
         call = {"name": LOOKUP["name"], "arguments": query}
         calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
         messages += [
@@ -111,14 +111,14 @@ def draw_conversation(
 def draw_workload(kind: Workload, requests: int, seed: int) -> list[Arrival]:
     """So many requests, all of which come at once. Each answer has a seed, too."""
     chance = Random(seed)
-    system = say(chance, kind.shared)
+    system = random_text(chance, kind.shared)
     arrivals: list[Arrival] = []
     while len(arrivals) < requests:
         name = str(len(arrivals))
         if kind.chat:
             arrivals += draw_conversation(kind, chance, name, system)
         else:
-            prompt = say(chance, draw_length(chance, *kind.prompt))
+            prompt = random_text(chance, draw_length(chance, *kind.prompt))
             length = draw_length(chance, *kind.output)
             body = {"prompt": prompt, "max_tokens": length}
             arrivals.append(Arrival(name, "/v1/completions", body))
@@ -128,7 +128,7 @@ def draw_workload(kind: Workload, requests: int, seed: int) -> list[Arrival]:
     ]
 
 
-def arrive(
+def poisson_arrivals(
     arrivals: Sequence[Arrival], rate: float, seed: int, burst: int = 1
 ) -> list[Arrival]:
     """Requests as a Poisson process of bursts, ``rate`` requests a second.
@@ -196,4 +196,4 @@ def plan_load(
     if rate is None:
         return arrivals
     check_number("--rate", rate, float, 0, MAX_SIZE, above=0)
-    return arrive(arrivals, rate, seed, burst)
+    return poisson_arrivals(arrivals, rate, seed, burst)

@@ -28,8 +28,8 @@ from simplellm.checkpoint.formats import (
     MXFP4_EXPERTS,
     GroupedInt4,
     NumberFormat,
+    config_once_loaded,
     is_static_scale,
-    loaded,
     same_scales,
 )
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
@@ -42,7 +42,7 @@ from simplellm.checkpoint.names import (
     tensor_shapes,
 )
 from simplellm.checkpoint.source import Source, TensorInfo
-from simplellm.checkpoint.stored import decoded, encoded
+from simplellm.checkpoint.stored import decode_weight, encode_weight
 from simplellm.checkpoint.tensors import (
     DTYPES,
     assembled,
@@ -121,7 +121,7 @@ class Checkpoint:
             return [view.mT if self._table[ours].turned else view for view in views]
         count = len(form.suffixes)
         starts = range(0, len(views), count)
-        return [decoded(form, views[start : start + count]) for start in starts]
+        return [decode_weight(form, views[start : start + count]) for start in starts]
 
     def names(self) -> list[str]:
         """Our names of all tensors, in the model's order."""
@@ -158,7 +158,7 @@ class Checkpoint:
     def _expect(self, config: ModelConfig) -> None:
         """Note what a checkpoint of this config holds. Raises ValueError."""
         self._formats: Mapping[str, NumberFormat] = config.formats
-        self.config, self._table = loaded(config), tensor_names(config)
+        self.config, self._table = config_once_loaded(config), tensor_names(config)
         self._shapes, self._stored = tensor_shapes(config), stored_shapes(config)
         self._expected = {name for part in self._stored.values() for name in part}
 
@@ -387,7 +387,7 @@ class RandomCheckpoint:
         device: str | torch.device = "cpu",
         seed: int = 0,
     ) -> None:
-        self.config, self.dtype = loaded(config), dtype
+        self.config, self.dtype = config_once_loaded(config), dtype
         self.device = torch.device(device)
         self.seed, self._shapes = seed, tensor_shapes(config)
 
@@ -417,7 +417,7 @@ class RandomCheckpoint:
             return tensor.fill_(1)
         std = 1.0 if ours.endswith(("embed_tokens.weight", "sinks")) else 0.02
         tensor.normal_(std=std, generator=generator)
-        return encoded(form, tensor) if form else tensor
+        return encode_weight(form, tensor) if form else tensor
 
     def stored(self, ours: str) -> list[TensorInfo]:
         """What a file of ordinary numbers in ``dtype`` and of formats would hold."""

@@ -191,7 +191,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
 
     Raises TypeError or ValueError, which name what is not supported here.
     """
-    allow(FIELD, config)
+    check_allowed(FIELD, config)
     method, known = config.get("quant_method"), ", ".join(map(repr, DIALECTS))
     expected = (
         f"one of {known}. `simplellm quantize` writes the first three from weights of "
@@ -249,7 +249,7 @@ def is_matrix(name: Name) -> bool:
     return " " in name.shape and not other
 
 
-def loaded(config: ModelConfig) -> ModelConfig:
+def config_once_loaded(config: ModelConfig) -> ModelConfig:
     """``config`` with those formats alone that weights have once they are loaded."""
     formats = {ours: form for ours, form in config.formats.items() if form.is_kept}
     return replace(config, formats=formats)
@@ -260,7 +260,7 @@ def format_names(config: ModelConfig) -> str:
     return ", ".join(dict.fromkeys(form.name for form in config.formats.values()))
 
 
-def allow(where: str, section: Any, **allowed: Sequence[Any]) -> None:
+def check_allowed(where: str, section: Any, **allowed: Sequence[Any]) -> None:
     """Raise TypeError or ValueError unless ``section``'s fields are as ``allowed``."""
     expect(isinstance(section, Mapping), where, section, "an object", TypeError)
     for key, values in allowed.items():
@@ -273,7 +273,7 @@ def is_linear(name: str) -> bool:
     return name.endswith(".weight") and not re.search(others, name)
 
 
-def finder(where: str, expressions: Sequence[str]) -> Find:
+def match_prefixes(where: str, expressions: Sequence[str]) -> Find:
     """What finds names that begin with any of some regular expressions."""
     try:
         patterns = [re.compile(expression) for expression in expressions]
@@ -287,7 +287,7 @@ def modules_in(where: str, section: Mapping[str, Any], field: str) -> tuple[str,
     return as_texts(f"{where}.{field}", section.get(field), 2**16, 2**24)
 
 
-def skipped(config: Mapping[str, Any], default: Sequence[str]) -> Find:
+def match_skipped(config: Mapping[str, Any], default: Sequence[str]) -> Find:
     """What finds the modules that are not converted, in the way of transformers.
 
     A name, or a regular expression, stands for a module and all in it; a name also for
@@ -298,10 +298,10 @@ def skipped(config: Mapping[str, Any], default: Sequence[str]) -> Find:
     names = modules_in(FIELD, config, field) or default
     inside = [rf"(?:{name})(?:(?<=\.)|(?=\.|$))" for name in names]
     ends = [rf".*{re.escape(name)}$" for name in names]
-    return finder(f"{FIELD}.{field}", inside + ends)
+    return match_prefixes(f"{FIELD}.{field}", inside + ends)
 
 
-def named(where: str, section: Mapping[str, Any], field: str) -> Find:
+def match_listed(where: str, section: Mapping[str, Any], field: str) -> Find:
     """What finds the modules in a list of compressed-tensors.
 
     They are listed by name, or by "re:" and a regular expression.
@@ -310,12 +310,12 @@ def named(where: str, section: Mapping[str, Any], field: str) -> Find:
     expressions = [
         name[3:] if name.startswith("re:") else f"{re.escape(name)}$" for name in names
     ]
-    return finder(f"{where}.{field}", expressions)
+    return match_prefixes(f"{where}.{field}", expressions)
 
 
 def read_fp8(config: Mapping[str, Any]) -> Quantization:
     """The dialect "fp8": squares of 128 x 128 numbers, or one scale for a weight."""
-    allow(
+    check_allowed(
         FIELD,
         config,
         activation_scheme=("dynamic", "static"),
@@ -326,13 +326,13 @@ def read_fp8(config: Mapping[str, Any]) -> Quantization:
         modules_to_convert=(None, []),
     )
     form = SQUARES if config.get("weight_block_size") else ONE_SCALE
-    return Quantization(((form, is_linear),), skipped(config, ["lm_head"]))
+    return Quantization(((form, is_linear),), match_skipped(config, ["lm_head"]))
 
 
 def read_mxfp4(config: Mapping[str, Any]) -> Quantization:
     """The dialect "mxfp4": experts, whether a layer's lie in one weight or apart."""
     experts = re.compile(r".*\.experts\.(.+\.weight|(gate_up|down)_proj)$").match
-    return Quantization(((MXFP4_EXPERTS, experts),), skipped(config, ()))
+    return Quantization(((MXFP4_EXPERTS, experts),), match_skipped(config, ()))
 
 
 def in_layers(name: str) -> bool:
@@ -349,7 +349,7 @@ def group_size(where: str, size: object) -> int:
 
 def read_awq(config: Mapping[str, Any]) -> Quantization:
     """The dialect "awq", as AutoAWQ writes it."""
-    allow(
+    check_allowed(
         FIELD,
         config,
         bits=(4,),
@@ -359,7 +359,7 @@ def read_awq(config: Mapping[str, Any]) -> Quantization:
     )
     size = group_size(FIELD, config.get("group_size", 128))
     form = GroupedInt4("AWQ", AWQ, "int32", inputs=False, group_size=size)
-    return Quantization(((form, in_layers),), skipped(config, ["lm_head"]))
+    return Quantization(((form, in_layers),), match_skipped(config, ["lm_head"]))
 
 
 def read_gptq(config: Mapping[str, Any]) -> Quantization:
@@ -367,7 +367,7 @@ def read_gptq(config: Mapping[str, Any]) -> Quantization:
 
     Zero points are one less in the file than they are, but in version 2.
     """
-    allow(
+    check_allowed(
         FIELD,
         config,
         bits=(4,),
@@ -383,12 +383,12 @@ def read_gptq(config: Mapping[str, Any]) -> Quantization:
     version = config.get("checkpoint_format") or config.get("format")
     zero = int(version != "gptq_v2")
     form = GroupedInt4("GPTQ", GPTQ, "int32", inputs=False, group_size=size, zero=zero)
-    return Quantization(((form, in_layers),), skipped(config, ["lm_head"]))
+    return Quantization(((form, in_layers),), match_skipped(config, ["lm_head"]))
 
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     """The dialect "compressed-tensors": a scheme for each group of modules."""
-    allow(
+    check_allowed(
         FIELD,
         config,
         sparsity_config=(None, {}, {"format": "dense"}),
@@ -401,14 +401,14 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     for name, scheme in (schemes or {}).items():
         where = f"{FIELD}.config_groups.{name}"
         form = read_scheme(where, scheme, config.get("format"))
-        groups.append((form, targeted(where, scheme)))
-    return Quantization(tuple(groups), named(FIELD, config, "ignore"))
+        groups.append((form, match_targets(where, scheme)))
+    return Quantization(tuple(groups), match_listed(FIELD, config, "ignore"))
 
 
-def targeted(where: str, scheme: Mapping[str, Any]) -> Find:
+def match_targets(where: str, scheme: Mapping[str, Any]) -> Find:
     """What finds the weights that a scheme is for. "Linear" is a class of modules."""
     every = "Linear" in modules_in(where, scheme, "targets")
-    by_name = named(where, scheme, "targets")
+    by_name = match_listed(where, scheme, "targets")
     return lambda name: (
         is_linear(name) and (every or by_name(name.removesuffix(".weight")))
     )
@@ -416,9 +416,9 @@ def targeted(where: str, scheme: Mapping[str, Any]) -> Find:
 
 def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     """The format of one scheme; ``default`` is what says how all are packed."""
-    allow(where, scheme, output_activations=(None,))
+    check_allowed(where, scheme, output_activations=(None,))
     weights, inputs = scheme.get("weights"), scheme.get("input_activations")
-    allow(
+    check_allowed(
         f"{where}.weights",
         weights,
         symmetric=(True,),
@@ -430,7 +430,7 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     if (kind, bits) == ("int", 4):
         return read_int4(where, scheme, scheme.get("format") or default)
     four = bits == 4
-    allow(
+    check_allowed(
         f"{where}.weights",
         weights,
         num_bits=list(dict.fromkeys(known for _, known, _ in mine)),
@@ -441,9 +441,9 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     )
     square = weights["strategy"] == "block"
     one = (inputs or {}).get("strategy") == "tensor" and not square
-    allow(where, scheme, **({"input_activations": (None,)} if four else {}))
+    check_allowed(where, scheme, **({"input_activations": (None,)} if four else {}))
     if inputs is not None:
-        allow(
+        check_allowed(
             f"{where}.input_activations",
             inputs,
             num_bits=(8,),
@@ -464,8 +464,8 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
 def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> GroupedInt4:
     """The format of a scheme of 4 bits, whose products leave their inputs alone."""
     weights = scheme["weights"]
-    allow(where, scheme, input_activations=(None,))
-    allow(
+    check_allowed(where, scheme, input_activations=(None,))
+    check_allowed(
         f"{where}.weights",
         weights,
         strategy=("group", "channel"),

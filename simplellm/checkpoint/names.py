@@ -217,6 +217,6 @@ PARTS = {
 }
 
 
-def kind(ours: str) -> str:
+def part_of_model(ours: str) -> str:
     """Which part of the model a tensor belongs to, by our name."""
     return next(kind for part, kind in PARTS.items() if part in ours)

@@ -32,7 +32,7 @@ from simplellm.checkpoint.names import (
 from simplellm.checkpoint.scaled import Scaled, join, round_tiles
 from simplellm.checkpoint.slices import part_of, sliced
 from simplellm.checkpoint.source import Source, TensorInfo
-from simplellm.checkpoint.stored import in_one, sent
+from simplellm.checkpoint.stored import join_weights, move_weight
 
 OPTION, WHOLE_EXPERTS = "tensor_parallel_size", "enable_expert_parallel"
 MASK_BITS = 32  # tokens of a vocabulary that share a word of a mask
@@ -170,7 +170,7 @@ def parts_of_axes(config: ModelConfig, shard: Shard) -> dict[str, list[range]]:
     }
 
 
-def narrowed(weight: StoredWeight, axis: int, part: range) -> StoredWeight:
+def narrow_weight(weight: StoredWeight, axis: int, part: range) -> StoredWeight:
     """Rows (axis -2), columns (-1), experts (-3) of a weight [..., out, in], as views.
 
     Of an ordinary tensor any axis. Columns of packed weights are whole blocks; where
@@ -210,7 +210,7 @@ def as_contiguous(weight: StoredWeight) -> Weight:
     """A weight whose numbers lie one after the other; copied if they don't."""
     if isinstance(weight, Tensor):
         return weight.contiguous()
-    return sent(weight, Tensor.contiguous)
+    return move_weight(weight, Tensor.contiguous)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,14 +299,14 @@ class ShardedSource:
                 moved = [range(s + r.start, s + r.stop) for s, r in shifts]
             else:
                 moved = [ranges[number % len(ranges)]]
-            pieces = [narrowed(part, axis, one) for one in moved]
+            pieces = [narrow_weight(part, axis, one) for one in moved]
             cuts.append(as_contiguous(concat_weights(pieces, axis)))
         if len(cuts) == 1:
             return cuts[0]
         shape = self.shapes[ours]
         coded = [cut for cut in cuts if isinstance(cut, MXFP4 | Scaled)]
         if coded:
-            return in_one(coded, shape)
+            return join_weights(coded, shape)
         return torch.cat([cut for cut in cuts if isinstance(cut, Tensor)]).view(shape)
 
     def stored_parts(self, ours: str) -> Sequence[StoredWeight]:

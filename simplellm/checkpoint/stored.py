@@ -15,7 +15,7 @@ from simplellm.checkpoint.scaled import Scaled, join
 Coded = Scaled | MXFP4
 
 
-def decoded(form: NumberFormat, parts: Sequence[Tensor]) -> Coded:
+def decode_weight(form: NumberFormat, parts: Sequence[Tensor]) -> Coded:
     """The weight of a format, from its tensors on disk. Only words are copied.
 
     Raises TypeError or ValueError for tensors of another format.
@@ -37,7 +37,7 @@ def decoded(form: NumberFormat, parts: Sequence[Tensor]) -> Coded:
     return Scaled(values, scales.float(), tile, form.inputs)
 
 
-def encoded(form: NumberFormat, weight: Tensor) -> Coded:
+def encode_weight(form: NumberFormat, weight: Tensor) -> Coded:
     """``weight`` [..., out, in] rounded to a format."""
     if form.is_mxfp4:
         return quantize(weight)
@@ -51,7 +51,7 @@ def tensors(weight: Coded) -> tuple[Tensor, Tensor]:
     return weight.values, weight.scales
 
 
-def sent(weight: Coded | Int4, send: Callable[[Tensor], Tensor]) -> Coded | Int4:
+def move_weight(weight: Coded | Int4, send: Callable[[Tensor], Tensor]) -> Coded | Int4:
     """``weight`` where ``send`` brings its tensors. An `Int4` is where it belongs."""
     if isinstance(weight, Int4):
         return weight
@@ -61,7 +61,7 @@ def sent(weight: Coded | Int4, send: Callable[[Tensor], Tensor]) -> Coded | Int4
     return replace(weight, values=numbers, scales=scales)
 
 
-def in_one(weights: Sequence[Coded], shape: Sequence[int]) -> Coded:
+def join_weights(weights: Sequence[Coded], shape: Sequence[int]) -> Coded:
     """Weights of one format, one below the other, as one of ``shape`` [..., out, in].
 
     One alone is not copied.

@@ -14,7 +14,7 @@ from simplellm.checkpoint.formats import NumberFormat
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import Name
 from simplellm.checkpoint.source import TensorInfo
-from simplellm.checkpoint.stored import decoded, in_one
+from simplellm.checkpoint.stored import decode_weight, join_weights
 
 
 def read_header(data: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
@@ -67,7 +67,9 @@ def assembled(
     if form is not None:
         count = len(form.suffixes)
         starts = range(0, len(parts), count)
-        weights = [decoded(form, parts[start : start + count]) for start in starts]
-        return in_one(weights, shape)
+        weights = [
+            decode_weight(form, parts[start : start + count]) for start in starts
+        ]
+        return join_weights(weights, shape)
     parts = [part.mT for part in parts] if name.turned else parts
     return (torch.cat([*parts]) if len(parts) > 1 else parts[0]).view(*shape)

@@ -101,10 +101,10 @@ def capture_drafts(scheduler: Scheduler, runner: Runner) -> None:
         sizes = bucket_sizes(runner.max_num_seqs)
         runner.proposer.capture(views, runner.sampled_tokens, sizes)
     if isinstance(scheduler, SpeculativeScheduler):
-        measure(scheduler.speculator, runner)
+        measure_costs(scheduler.speculator, runner)
 
 
-def measure(speculator: Speculator, runner: Runner) -> None:
+def measure_costs(speculator: Speculator, runner: Runner) -> None:
     """What steps and drafts cost, if the number of drafts is chosen by that."""
     if speculator.costs is not None:
         speculator.costs = StepCosts(time_steps(runner))
@@ -133,7 +133,7 @@ def speculative_scheduler(
     costs = StepCosts({1: 0.0}) if number is None else None
     how: Any = {"proposer": runner.proposer, "costly": draft is not None}
     speculator = Speculator(most, costs, drafter, **how)
-    measure(speculator, runner)
+    measure_costs(speculator, runner)
     return SpeculativeScheduler(
         runner.manager, **rules, speculator=speculator, max_drafts=config.max_drafts
     )

@@ -76,7 +76,7 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+def capture_graph(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
     """A graph of what ``run`` starts on the GPU.
 
     ``pool`` is that of another graph, whose memory this one may share. Raises
@@ -98,7 +98,7 @@ def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
 READY, NO_ROOM, REFUSED = 2, 1, 0  # what became of a graph, on the worst of all ranks
 
 
-def capture(
+def capture_graphs(
     prepare: Callable[[CaptureShape], Callable[[], object]],
     shapes: Sequence[CaptureShape],
     least: Callable[[int], int] = lambda number: number,
@@ -116,7 +116,7 @@ def capture(
         step, graph, status = prepare(shape), None, READY
         try:
             step()  # what it needs once, it takes now
-            graph = record(step, pool)
+            graph = capture_graph(step, pool)
         except torch.OutOfMemoryError as error:
             cause = str(error).partition("\n")[0]  # itself, it holds memory
             status = NO_ROOM

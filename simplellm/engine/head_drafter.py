@@ -20,13 +20,13 @@ from torch import Tensor
 from simplellm.base.draft_position import SamplePosition
 from simplellm.base.request import Request
 from simplellm.base.transfer import pinned, upload
-from simplellm.engine.graphs import CaptureError, CaptureShape, record
+from simplellm.engine.graphs import CaptureError, CaptureShape, capture_graph
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.step_times import REPEATS
 from simplellm.model.batch import Batch, KVGroup
-from simplellm.model.eagle import Head, tapped
+from simplellm.model.eagle import Head, with_taps
 from simplellm.model.model import Model
 from simplellm.model.ops import Ops
 
@@ -45,7 +45,7 @@ class AuxHiddenStates:
         parts = [*zip(layers, self.states.split(width, dim=1), strict=True)]
         own = {layer: [part for n, part in parts if n == layer] for layer in {*layers}}
         taps = {layer + 1: partial(self.put, some) for layer, some in own.items()}
-        model.ops = tapped(model, taps)
+        model.ops = with_taps(model, taps)
 
     def put(self, parts: Sequence[Tensor], x: Tensor) -> None:
         """Keep what a layer gave, as far as a step of the engine has tokens."""
@@ -224,7 +224,7 @@ class HeadProposer:
         def recorded(run: Callable[[], None]) -> Callable[[], None]:
             nonlocal pool
             run()  # what it needs once, it takes now
-            graph = record(run, pool)
+            graph = capture_graph(run, pool)
             pool = pool or graph.pool()
             replay: Callable[[], None] = graph.replay
             return replay

@@ -16,7 +16,9 @@ from simplellm.engine.page_pool import PageTable
 from simplellm.engine.scheduler import ScheduledChunk
 
 
-def in_rows(scheduled: Sequence[ScheduledChunk], most: int) -> list[ScheduledChunk]:
+def split_chunks(
+    scheduled: Sequence[ScheduledChunk], most: int
+) -> list[ScheduledChunk]:
     """These chunks in parts of at most ``most`` tokens."""
     parts = []
     for chunk in scheduled:
@@ -46,7 +48,7 @@ def fill_batch(
     parts = scheduled
     tokens, positions = step_tokens(scheduled, sampling)
     if queries > 1:
-        parts = in_rows(scheduled, queries)
+        parts = split_chunks(scheduled, queries)
         decodes = len(parts)
     rows = np.arange(len(parts))
     # Chunks come after all the room for decodes.

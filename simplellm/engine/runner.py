@@ -22,7 +22,7 @@ from simplellm.engine.graphs import (
     MOST_CHUNKS,
     CapturedGraph,
     CaptureShape,
-    capture,
+    capture_graphs,
 )
 from simplellm.engine.input_batch import fill_batch
 from simplellm.engine.page_manager import PageManager
@@ -159,7 +159,7 @@ class Runner:
             CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
         ]
         shapes += verifying
-        graphs = capture(padding, shapes, self.ranks.min_of_all)
+        graphs = capture_graphs(padding, shapes, self.ranks.min_of_all)
         self.mixed = [graph for graph in graphs if graph.shape.chunks]
         plain = [graph for graph in graphs if not graph.shape.chunks]
         self.captured = [graph for graph in plain if graph.shape.queries == 1]
@@ -167,7 +167,7 @@ class Runner:
         if self.proposer is not None:  # once more, without states that nobody reads
             self.drafting, self.proposer.aux.wanted = self.captured, False
             shapes = [graph.shape for graph in self.drafting]
-            self.captured = capture(padding, shapes, self.ranks.min_of_all)
+            self.captured = capture_graphs(padding, shapes, self.ranks.min_of_all)
             self.proposer.aux.wanted = True
 
     def _graph(

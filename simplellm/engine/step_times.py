@@ -24,7 +24,7 @@ def time_steps(runner: Runner) -> dict[int, float]:
     """
     seconds, size, device = {}, 1, runner.device
     while size <= min(len(runner.sampled_tokens), MOST_TOKENS):
-        run, times = step_of(runner, size), list[float]()
+        run, times = dummy_step(runner, size), list[float]()
         for _ in range(1 + REPEATS):  # the first one may compile
             start = time.perf_counter()
             run()
@@ -36,7 +36,7 @@ def time_steps(runner: Runner) -> dict[int, float]:
     return seconds
 
 
-def step_of(runner: Runner, size: int) -> Callable[[], object]:
+def dummy_step(runner: Runner, size: int) -> Callable[[], object]:
     """A step of ``size`` sequences with one token each, ready to run."""
     device, shape, flat = runner.device, CaptureShape(size, size), runner.inputs
     graphs = runner.verifying if size > 1 and runner.verifying else runner.captured

@@ -82,7 +82,7 @@ class Head:
         return best if self.target_ids is None else self.target_ids[best]
 
 
-def tapped(model: Model, taps: Mapping[int, Callable[[Tensor], object]]) -> Ops:
+def with_taps(model: Model, taps: Mapping[int, Callable[[Tensor], object]]) -> Ops:
     """The model's operations, which give each tap what its layer gets: [T, hidden].
 
     The forward pass stays as it is: the norm that a layer begins with sees its input.

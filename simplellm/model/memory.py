@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
-from simplellm.checkpoint.names import Shape, kind, tensor_shapes
+from simplellm.checkpoint.names import Shape, part_of_model, tensor_shapes
 
 CPU_CACHE_BYTES = 2**28  # at least, and beside the longest text
 CPU_CACHE_SHARE = 0.25  # of the memory that is free once the model is loaded
@@ -31,7 +31,9 @@ def by_kind(config: ModelConfig, size: Callable[[str, Shape], int]) -> dict[str,
     """
     sizes: dict[str, int] = {}
     for ours, shape in tensor_shapes(config).items():
-        sizes[kind(ours)] = sizes.get(kind(ours), 0) + size(ours, shape)
+        sizes[part_of_model(ours)] = sizes.get(part_of_model(ours), 0) + size(
+            ours, shape
+        )
     if config.tie_word_embeddings:
         del sizes["embedding"]  # it is the LM head
     return sizes
@@ -64,7 +66,7 @@ def weight_bytes(config: ModelConfig, itemsize: int = 2) -> dict[str, int]:
     def size(ours: str, shape: Shape) -> int:
         if form := config.formats.get(ours):
             return int(form.nbytes(shape))
-        return math.prod(shape) * (4 if kind(ours) == "norms" else itemsize)
+        return math.prod(shape) * (4 if part_of_model(ours) == "norms" else itemsize)
 
     return by_kind(config, size)
 

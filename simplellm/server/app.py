@@ -24,8 +24,8 @@ from simplellm.server.http import small_endpoints
 from simplellm.server.http.endpoint import (
     LOGGER,
     Call,
+    DisconnectedError,
     Endpoint,
-    GoneError,
     Service,
     as_json,
 )
@@ -89,7 +89,7 @@ class RequestMiddleware:
         try:
             self.check_key(request)
             await self.app(scope, receive, sending)
-        except GoneError:
+        except DisconnectedError:
             call.facts["gone"] = True
         except Exception as error:
             api_error = self.explain(error, call)
@@ -125,7 +125,7 @@ class RequestMiddleware:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         given = key.strip() if kind.lower() == "bearer" else ""
         given = given or request.headers.get("x-api-key", "")  # Anthropic's clients
-        if not same(given, self.service.key):
+        if not keys_equal(given, self.service.key):
             expected = "expected the header Authorization: Bearer with the server's key"
             # In OpenAI's words, which LiteLLM looks for.
             what = "Incorrect API key provided" if given else "No API key provided"
@@ -177,7 +177,7 @@ def request_id(request: HTTPRequest) -> str:
     return given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
 
 
-def same(given: str, key: str) -> bool:
+def keys_equal(given: str, key: str) -> bool:
     """Whether two keys are equal, in a time independent of where they differ."""
     sent = given.encode("latin-1")  # as headers come
     known = key.encode(errors="surrogateescape")  # as arguments do

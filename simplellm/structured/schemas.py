@@ -113,7 +113,7 @@ MOST_IN_SCHEMA = {
 Place = tuple[str, Any]  # a schema with its path
 
 
-def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+def list_under(schema: Mapping[str, Any], key: str) -> list[Any]:
     """The list under ``key``; empty if there is none."""
     values = schema.get(key)
     return values if isinstance(values, list) else []
@@ -121,13 +121,13 @@ def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 def required_of(schema: Mapping[str, Any]) -> set[str]:
     """The names of the properties that an object must have."""
-    return {name for name in listed(schema, "required") if isinstance(name, str)}
+    return {name for name in list_under(schema, "required") if isinstance(name, str)}
 
 
 def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
     """The types that a schema allows; None for all of them."""
     kinds = schema.get("type")
-    some = [kinds] if isinstance(kinds, str) else listed(schema, "type")
+    some = [kinds] if isinstance(kinds, str) else list_under(schema, "type")
     return {kind for kind in some if isinstance(kind, str)} or None
 
 
@@ -144,7 +144,7 @@ def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
     for key in SINGLE:
         yield f"{path}.{key}", schema.get(key)
     for key in SEVERAL:
-        for number, one in enumerate(listed(schema, key)):
+        for number, one in enumerate(list_under(schema, key)):
             yield f"{path}.{key}[{number}]", one
     for key in NAMED:
         some = schema.get(key)
@@ -152,7 +152,7 @@ def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
             yield f"{path}.{key}.{short(name)[1:-1]}", one
 
 
-def blamed(
+def innermost_refused(
     root: Mapping[str, Any], refused: Callable[[Mapping[str, Any]], bool], until: float
 ) -> str:
     """The path of the innermost subschema of ``root`` that is ``refused``, or "".
@@ -312,7 +312,7 @@ def counted_properties(schemas: Sequence[Mapping[str, Any]]) -> int:
     return sum(map(optional_properties, closed))
 
 
-def say_exactly(schema: dict[str, Any]) -> None:
+def rewrite_patterns(schema: dict[str, Any]) -> None:
     """Rewrite patterns and formats that llguidance would understand otherwise."""
     if isinstance(pattern := schema.get("pattern"), str):
         schema["pattern"] = exact_pattern(pattern)
@@ -322,10 +322,10 @@ def say_exactly(schema: dict[str, Any]) -> None:
     form = schema.get("format")
     if isinstance(form, str) and form in FORMAT_PATTERNS:
         del schema["format"]
-        schema["allOf"] = [*listed(schema, "allOf"), FORMAT_PATTERNS[form]]
+        schema["allOf"] = [*list_under(schema, "allOf"), FORMAT_PATTERNS[form]]
 
 
-def say_finitely(schema: dict[str, Any], decimals: bool) -> None:
+def bound_numbers(schema: dict[str, Any], decimals: bool) -> None:
     """Bound the numbers of a schema, so that they have finitely many digits.
 
     With ``decimals``, fractions too: then no schema has a multipleOf, with which
@@ -381,7 +381,7 @@ MEANT_BESIDE = {
 }
 
 
-def drop_what_says_nothing(schema: dict[str, Any], root: Any) -> None:
+def drop_empty_keywords(schema: dict[str, Any], root: Any) -> None:
     """Delete the keywords of one schema that mean nothing where they stand.
 
     Generators write such keywords everywhere. An id in a subschema only names it, and
@@ -399,12 +399,12 @@ def drop_what_says_nothing(schema: dict[str, Any], root: Any) -> None:
     if schema is root:
         return
     names = [key for key in IDS if isinstance(schema.get(key), str)]
-    if names == ["$schema"] or (names and not refers(schema)):
+    if names == ["$schema"] or (names and not has_ref(schema)):
         for key in names:
             del schema[key]
 
 
-def refers(schema: dict[str, Any]) -> bool:
+def has_ref(schema: dict[str, Any]) -> bool:
     """Whether there is a  in a schema or its subschemas."""
     return any("$ref" in one for _, one in chain(*levels_of(schema, "")))
 
@@ -463,7 +463,7 @@ def problem_of(root: Any, where: str) -> str | None:
             floors = levels_of(target, where + unquote(pointer[1:]).replace("/", "."))
             seen[id(target)] = len(floors)
             for path, schema in chain(*floors):
-                drop_what_says_nothing(schema, root)
+                drop_empty_keywords(schema, root)
                 if (problem := keyword_problem(schema, path, root)) is not None:
                     return problem
                 every.append(schema)
@@ -486,6 +486,6 @@ def problem_of(root: Any, where: str) -> str | None:
         return f"{paths[id(circle)]}: {to}, never inside"
     decimals = not any("multipleOf" in schema for schema in every)
     for schema in every:
-        say_exactly(schema)
-        say_finitely(schema, decimals)
+        rewrite_patterns(schema)
+        bound_numbers(schema, decimals)
     return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from simplellm.base.grammar import Grammar, GrammarError, llguidance, reason_of
 from simplellm.structured.rules import rules_text
-from simplellm.structured.schemas import blamed
+from simplellm.structured.schemas import innermost_refused
 from simplellm.text.tokenizer import Tokenizer
 
 # What llguidance may spend, on a grammar and on a step in it. Schemas that people use
@@ -129,7 +129,7 @@ def refusal(rules: Mapping[str, Any], compile: Compile) -> str | None:
     if same_reason({}):  # it's no schema's fault: llguidance may be missing
         return reason
     until = time.monotonic() + SEARCH_SECONDS
-    path = blamed(rules["json_schema"], same_reason, until)
+    path = innermost_refused(rules["json_schema"], same_reason, until)
     return f"{reason}, in schema{path}" if path else f"{reason}, as a whole"
 
 

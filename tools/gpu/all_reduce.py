@@ -24,7 +24,7 @@ import triton.language as tl
 from records import argument_parser, header, save
 from torch import Tensor
 
-from simplellm.engine.graphs import record
+from simplellm.engine.graphs import capture_graph
 from simplellm.model.kernels.exchange import Peers, exchange, load_addresses
 from simplellm.model.kernels.norm import add_norm
 from simplellm.model.kernels.reduce import share
@@ -124,7 +124,7 @@ def microseconds(run: Callable[[], Any], group: Group) -> float:
             run()
 
     run()
-    graph = record(calls)
+    graph = capture_graph(calls)
     times = []
     for _ in range(TURNS):
         torch.cuda.synchronize()

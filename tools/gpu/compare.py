@@ -178,7 +178,7 @@ def shares(name: str, values: Sequence[float], which: Sequence[float]) -> Found:
 def load(llm: Any) -> Found:
     """Mixed loads: tokens a second if all come at once; TTFT and ITL of each."""
     from simplellm import SamplingParams
-    from simplellm.apps.bench import recorder
+    from simplellm.apps.bench import unbounded_meter
 
     def size(median: int, least: int, most: int) -> int:
         return min(max(round(median * chance.lognormvariate(0, 1)), least), most)
@@ -187,7 +187,7 @@ def load(llm: Any) -> Found:
     for count, rate in LOADS:
         chance = random.Random(count)
         futures, tokens = [], 0
-        llm.engine.meter = meter = recorder()
+        llm.engine.meter = meter = unbounded_meter()
         began = due = time.perf_counter()
         for _ in range(count):
             prompt = chance.choices(range(llm.config.vocab_size), k=size(*PROMPTS))

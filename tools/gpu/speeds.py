@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
-from simplellm.apps.quantize import TARGETS, described
+from simplellm.apps.quantize import TARGETS, quantization_config
 from simplellm.base.config import ModelConfig
 from simplellm.checkpoint.families import read_config
 
@@ -45,7 +45,7 @@ FP8: dict[str, Any] = dict(quant_method="fp8", activation_scheme="dynamic")
 FP8 |= dict(
     weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "mlp.gate"]
 )
-INT8 = described(TARGETS["int8"], ["lm_head"])
+INT8 = quantization_config(TARGETS["int8"], ["lm_head"])
 # By name, the record's and config.json.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B": ("qwen3", QWEN_8B),

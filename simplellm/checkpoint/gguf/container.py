@@ -129,10 +129,10 @@ class Header:
             return [self.value(kind, depth + 1) for _ in range(count)]
         expect(kind in CODES, "the type of a value", kind, "0 to 12")
         (number,) = self.unpack(CODES[kind])
-        return shortest(number) if kind == FLOAT32 else number
+        return shortest_decimal(number) if kind == FLOAT32 else number
 
 
-def shortest(number: float) -> float:
+def shortest_decimal(number: float) -> float:
     """The decimal number that a float32 was meant to be: 1e-05, not 9.99999975e-06."""
     if not math.isfinite(number):
         return number
@@ -165,7 +165,7 @@ def read_gguf_header(
     start = -(-header.at // alignment) * alignment
     tensors = []
     for name, kind, sides, offset in entries:
-        tensor = located(file, name, kind, sides, start + offset)
+        tensor = locate_tensor(file, name, kind, sides, start + offset)
         end, expected = (
             tensor.offset + tensor.nbytes,
             f"up to {len(data)}, the file's end",
@@ -187,7 +187,7 @@ def read_entry(header: Header) -> tuple[str, int, tuple[int, ...], int]:
     return name, kind, sides, offset
 
 
-def located(
+def locate_tensor(
     file: Path, name: str, kind: int, sides: tuple[int, ...], offset: int
 ) -> GGUFTensor:
     """A tensor of a file. Raises ValueError for a type that nobody here decodes."""

@@ -23,7 +23,7 @@ from simplellm.checkpoint.gguf.tensors import (
     ORDINARY,
     as_array,
     dequantize_rows,
-    joined,
+    join_parts,
     mxfp4_of,
     reverse_permute,
     scaled_of,
@@ -104,7 +104,7 @@ class GGUFCheckpoint:
             parts = [q, k, *parts[2:]]
         of_experts = ".experts." in ours
         interleaved = of_experts and self.config.activation == "clamped_swiglu"
-        weight: Weight = joined(parts, int(of_experts), interleaved)
+        weight: Weight = join_parts(parts, int(of_experts), interleaved)
         if form := self._packed.get(ours):
             assert isinstance(weight, Tensor)
             return pack_rows(weight, tensors[0].type, form.keep_dequantized)

@@ -93,7 +93,7 @@ def reverse_permute(weight: Any, heads: int) -> Any:
     return weight[order]
 
 
-def joined(parts: Sequence[Any], axis: int, interleaved: bool) -> Any:
+def join_parts(parts: Sequence[Any], axis: int, interleaved: bool) -> Any:
     """``parts`` of one weight along ``axis``: one behind the other, or in turns.
 
     Either all are ordinary numbers, or all are `Scaled`, or all `MXFP4`.
@@ -103,7 +103,7 @@ def joined(parts: Sequence[Any], axis: int, interleaved: bool) -> Any:
         return first
     if isinstance(first, MXFP4 | Scaled):
         pairs = zip(*map(tensors, parts), strict=True)
-        numbers, scales = (joined(some, axis, interleaved) for some in pairs)
+        numbers, scales = (join_parts(some, axis, interleaved) for some in pairs)
         if isinstance(first, MXFP4):
             return MXFP4(numbers, scales)
         return replace(first, values=numbers, scales=scales)

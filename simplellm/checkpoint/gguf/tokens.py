@@ -27,7 +27,7 @@ class PreTokenizer(NamedTuple):
     begins: bool = False  # a text begins with bos_token, unless the file says otherwise
 
 
-def split(pattern: str) -> list[dict[str, Any]]:
+def split_step(pattern: str) -> list[dict[str, Any]]:
     """A step that cuts out what a regular expression finds."""
     pattern_data = {"Regex": pattern}
     return [
@@ -58,12 +58,14 @@ GPT4O_SPLIT = rf"{CASED[0]}{ENDINGS}?|{CASED[1]}{ENDINGS}?|\p{{N}}{{1,3}}|{PATHS
 CUTS = {
     "gpt-2": PreTokenizer(()),
     "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True},)),
-    "llama-bpe": PreTokenizer(split(LLAMA3_SPLIT), ignore_merges=True, begins=True),
-    "qwen2": PreTokenizer(split(QWEN2_SPLIT), nfc=True),
-    "deepseek-r1-qwen": PreTokenizer(split(QWEN2_SPLIT)),
-    "tekken": PreTokenizer(split(TEKKEN_SPLIT), ignore_merges=True, begins=True),
-    "gpt-4o": PreTokenizer(split(GPT4O_SPLIT)),
-    "smaug-bpe": PreTokenizer(split(LLAMA3_SPLIT)),  # of SmolLM3, too
+    "llama-bpe": PreTokenizer(
+        split_step(LLAMA3_SPLIT), ignore_merges=True, begins=True
+    ),
+    "qwen2": PreTokenizer(split_step(QWEN2_SPLIT), nfc=True),
+    "deepseek-r1-qwen": PreTokenizer(split_step(QWEN2_SPLIT)),
+    "tekken": PreTokenizer(split_step(TEKKEN_SPLIT), ignore_merges=True, begins=True),
+    "gpt-4o": PreTokenizer(split_step(GPT4O_SPLIT)),
+    "smaug-bpe": PreTokenizer(split_step(LLAMA3_SPLIT)),  # of SmolLM3, too
 }
 CUTS |= dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), CUTS["llama-bpe"])
 # Control tokens that end a turn wherever they are, as llama.cpp has it: files of one

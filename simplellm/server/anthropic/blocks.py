@@ -11,7 +11,7 @@ from simplellm.server.http.bodies import (
     Part,
     Several,
     ValidationContext,
-    either,
+    tagged_union,
     text_instead,
     types_of,
 )
@@ -79,7 +79,7 @@ KINDS_OF_ROLE: dict[str, tuple[type[Part], ...]] = {
     "system": (TextBlock,),
     "assistant": (TextBlock, ThinkingBlock, RedactedThinking, ToolUse),
 }
-Texts = str | Several[Annotated[Part, either("type", TextBlock)]]
+Texts = str | Several[Annotated[Part, tagged_union("type", TextBlock)]]
 
 
 class ToolResult(Part):
@@ -144,15 +144,22 @@ class SystemTurn(InputTurn):
 
 class UserTurn(InputTurn):
     role: Literal["user"]
-    content: str | Several[Annotated[Part, either("type", *KINDS_OF_ROLE["user"])]]
+    content: (
+        str | Several[Annotated[Part, tagged_union("type", *KINDS_OF_ROLE["user"])]]
+    )
 
 
 class AssistantTurn(InputTurn):
     role: Literal["assistant"]
-    content: str | Several[Annotated[Part, either("type", *KINDS_OF_ROLE["assistant"])]]
+    content: (
+        str
+        | Several[Annotated[Part, tagged_union("type", *KINDS_OF_ROLE["assistant"])]]
+    )
 
 
-SomeTurn = Annotated[InputTurn, either("role", SystemTurn, UserTurn, AssistantTurn)]
+SomeTurn = Annotated[
+    InputTurn, tagged_union("role", SystemTurn, UserTurn, AssistantTurn)
+]
 
 
 def with_role(message: Any) -> Any:

@@ -157,9 +157,9 @@ class AnthropicMessage(Generation):
             priority=body.priority,
             **body.sampling,
         )
-        if body.begins_answer and spec.grammar is None and dialect.reopened:
+        if body.begins_answer and spec.grammar is None and dialect.reopen_answer:
             tokenizer = input_processor.need_tokenizer()
-            tokens = dialect.reopened(tokenizer, spec.tokens)
+            tokens = dialect.reopen_answer(tokenizer, spec.tokens)
             spec = replace(spec, tokens=tokens)
         super().__init__([spec], chat=True, stream=body.stream)
         # Whether nothing is to be answered; what the model then writes is nobody's.

@@ -35,7 +35,7 @@ from simplellm.server.http.bodies import (
 from simplellm.server.http.errors import APIError
 from simplellm.server.http.response_schemas import list_of
 from simplellm.server.openai.chat_messages import refuse_unread
-from simplellm.server.openai.tools import ClientTools, flat, shown_name
+from simplellm.server.openai.tools import ClientTools, flatten_tool, shown_name
 from simplellm.text.dialects.dialect import Dialect
 from simplellm.text.harmony import Message, Tool
 from simplellm.text.harmony.schema import as_tools
@@ -292,7 +292,7 @@ def as_custom(tool: Any) -> Any:
         return {**tool, "input_schema": schema or {"type": "object"}}
     if tool["type"] != "function":
         return tool
-    fields = {key: value for key, value in flat(tool).items() if key != "type"}
+    fields = {key: value for key, value in flatten_tool(tool).items() if key != "type"}
     return {"input_schema": fields.pop("parameters", None) or {}, **fields}
 
 

@@ -22,7 +22,12 @@ from simplellm.server.cluster.engine import ReplicaGoneError
 from simplellm.server.cluster.router import RoutingHints
 from simplellm.server.cluster.shared_state import digest_of_id
 from simplellm.server.http import sse
-from simplellm.server.http.endpoint import LARGE_BODY, as_json, body_part, check_size
+from simplellm.server.http.endpoint import (
+    LARGE_BODY,
+    as_json,
+    check_size,
+    response_body,
+)
 from simplellm.server.http.errors import RETRY, APIError, openai_form, unavailable
 from simplellm.server.remote.prefixes import digests_of
 
@@ -114,7 +119,7 @@ class Ingress:
                 lost = unavailable("the replica ended", "engine_error")
                 if started and kind.startswith(b"text/event-stream"):
                     form = FORMS.get(scope["path"], openai_form)
-                    await send(body_part(sse.event(form(lost)), more=False))
+                    await send(response_body(sse.event(form(lost)), more=False))
                     return
                 if started or last:
                     raise lost from error

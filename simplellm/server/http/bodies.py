@@ -218,7 +218,7 @@ class Body(Part):
         for key, value in data.items():
             if key in known:
                 if value is not None and not context.strict:
-                    value = number_in(value) if key in numbers else whole(value)
+                    value = number_in(value) if key in numbers else whole_number(value)
                     value = (
                         bool(value) if key in switches and value in (0, 1) else value
                     )
@@ -235,7 +235,7 @@ class Body(Part):
         return cls.gather(fields)
 
 
-def whole(value: Any) -> Any:
+def whole_number(value: Any) -> Any:
     """A whole number as an integer, however it was written."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -243,7 +243,7 @@ def whole(value: Any) -> Any:
 def number_in(value: Any) -> Any:
     """A number, also one in quotes, which forms and automations send."""
     written = isinstance(value, str) and QUOTED_NUMBER.fullmatch(value)
-    return whole(float(value) if written else value)
+    return whole_number(float(value) if written else value)
 
 
 def said_switch(value: Any) -> Any:
@@ -494,7 +494,7 @@ class SampledBody(Body):
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
 
-def either(key: str, *kinds: type[Part], default: str | None = None) -> Any:
+def tagged_union(key: str, *kinds: type[Part], default: str | None = None) -> Any:
     """The annotation of a field that is one of ``kinds``, chosen by its ``key``.
 
     A value with a role and without ``key`` is of the kind for ``default``.
@@ -547,7 +547,7 @@ def read_body(
     try:
         return kind.model_validate(data, strict=strict, context=context)
     except ValidationError as error:
-        raise refusal(error) from None
+        raise as_parameter_error(error) from None
 
 
 def read_query(
@@ -594,7 +594,7 @@ def path_of(location: Sequence[int | str]) -> str:
     return path
 
 
-def refusal(error: ValidationError) -> ParameterError:
+def as_parameter_error(error: ValidationError) -> ParameterError:
     """The error for a client: it names the deepest of the errors and its path."""
     errors = error.errors(include_url=False)
     paths = [path_of(entry["loc"]) for entry in errors]

@@ -65,7 +65,7 @@ MOST_WARNED = 1000  # names of ignored parameters in the log; clients can make u
 LAST_WORDS = 1.0  # seconds that a failed stream has to take its last event
 
 
-class GoneError(Exception):
+class DisconnectedError(Exception):
     """The client has disconnected: there is nobody to send anything to."""
 
 
@@ -240,7 +240,7 @@ class Endpoint:
             service.check()
         raw = b""
         if self.body is not None:
-            raw = await body_of(call.request, service.timeout)
+            raw = await receive_json(call.request, service.timeout)
         call.facts["bytes"] = len(raw)
         try:
             if len(raw) > LARGE_BODY:
@@ -268,7 +268,7 @@ class Endpoint:
             raise api_error from None
         if isinstance(answer, Generation):
             work = write_answer(call, answer, send)
-            await (work if answer.detached else while_there(receive, work))
+            await (work if answer.detached else with_cancellation(receive, work))
             return
         response = answer if isinstance(answer, Response) else as_json(answer)
         await response(scope, receive, send)
@@ -306,7 +306,7 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-async def body_of(request: HTTPRequest, seconds: float) -> bytes:
+async def receive_json(request: HTTPRequest, seconds: float) -> bytes:
     """The JSON body of a request, of limited size; reading it may take ``seconds``."""
     given = request.headers.get("content-type", "")
     kind = re.split("[;,]", given)[0].strip().lower()  # some send it twice
@@ -328,7 +328,7 @@ async def body_of(request: HTTPRequest, seconds: float) -> bytes:
                 body += chunk
                 check_size(len(body))
     except ClientDisconnect:
-        raise GoneError from None
+        raise DisconnectedError from None
     except TimeoutError:
         message = f"the body did not come within {seconds} seconds"
         raise APIError(408, message, code="timeout") from None
@@ -362,14 +362,14 @@ def check_size(length: int) -> None:
         raise APIError(413, message, code="body_too_large")
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work``, or raise GoneError as soon as the client disconnects."""
+async def with_cancellation(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Await ``work``, or raise DisconnectedError as soon as the client disconnects."""
     task = asyncio.create_task(work)
-    leaves = asyncio.create_task(wait_until_gone(receive))
+    leaves = asyncio.create_task(listen_for_disconnect(receive))
     try:
         await asyncio.wait([task, leaves], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise GoneError
+            raise DisconnectedError
         task.result()
     finally:
         for one in (task, leaves):
@@ -377,7 +377,7 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None
         await asyncio.gather(task, leaves, return_exceptions=True)
 
 
-async def wait_until_gone(receive: Receive) -> None:
+async def listen_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -398,9 +398,9 @@ async def write_answer(call: Call, answer: Generation, send: Send) -> None:
             async for data in written:
                 if not started:
                     started = True
-                    await send(start_of(None if answer.stream else len(data)))
+                    await send(response_start(None if answer.stream else len(data)))
                 # Waits while the client reads slowly; parts merge meanwhile.
-                await send(body_part(data, more=answer.stream))
+                await send(response_body(data, more=answer.stream))
     except Exception as error:
         api_error = as_api_error(error)
         if not started or api_error is None:
@@ -413,13 +413,15 @@ async def write_answer(call: Call, answer: Generation, send: Send) -> None:
         # If the client has stopped reading, this can't be sent either.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
-                await send(body_part(sse.event(answer.failure(api_error)), more=False))
+                await send(
+                    response_body(sse.event(answer.failure(api_error)), more=False)
+                )
         return
     if answer.stream:
-        await send(body_part(b"", more=False))
+        await send(response_body(b"", more=False))
 
 
-def start_of(length: int | None) -> dict[str, Any]:
+def response_start(length: int | None) -> dict[str, Any]:
     """The message that starts a response: an object of this ``length``, or a stream."""
     headers = sse.HEADERS
     if length is not None:
@@ -428,7 +430,7 @@ def start_of(length: int | None) -> dict[str, Any]:
     return {"type": "http.response.start", "status": 200, "headers": pairs}
 
 
-def body_part(data: bytes, *, more: bool) -> dict[str, Any]:
+def response_body(data: bytes, *, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 

@@ -21,9 +21,9 @@ from simplellm.server.http.endpoint import (
     Call,
     Endpoint,
     Service,
-    body_part,
-    start_of,
-    while_there,
+    response_body,
+    response_start,
+    with_cancellation,
 )
 from simplellm.server.http.errors import RETRY, APIError
 
@@ -36,7 +36,7 @@ MAX_PAGES = 240  # in an event
 ALIVE = b": still here\n\n"  # a comment, which readers of events skip
 
 
-def cut(snapshot: Snapshot) -> dict[str, Any]:
+def trim_snapshot(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot of the engine with as many requests and pages as a screen shows.
 
     Its tables are {index: page} for each group, without freed pages, and ``totals``
@@ -99,7 +99,7 @@ class SnapshotPoller:
             now = time.monotonic()
             if now - self.looked >= EVERY:
                 engine = self.service.engine
-                snapshot, stats = cut(engine.snapshot()), engine.stats()
+                snapshot, stats = trim_snapshot(engine.snapshot()), engine.stats()
                 snapshot["totals"] |= {
                     "tokens": stats.generated_tokens,
                     "found": stats.cached_tokens,
@@ -131,13 +131,13 @@ class View(Response):
         try:
             # A viewer that doesn't read keeps nobody waiting but itself.
             with suppress(TimeoutError):
-                await while_there(receive, self.show(send))
+                await with_cancellation(receive, self.show(send))
         finally:
             self.poller.viewers -= 1
 
     async def show(self, send: Send) -> None:
         service = self.call.service
-        await send(start_of(None))
+        await send(response_start(None))
         latest: dict[str, Any] = {}
         sent = time.monotonic()
         while not service.draining and service.engine.dead is None:
@@ -148,10 +148,10 @@ class View(Response):
                     data = ALIVE
                 if data:
                     async with asyncio.timeout(STALLED):
-                        await send(body_part(data, more=True))
+                        await send(response_body(data, more=True))
                     latest, sent = state, time.monotonic()
             await asyncio.sleep(EVERY)
-        await send(body_part(b"", more=False))
+        await send(response_body(b"", more=False))
 
     def state(self) -> dict[str, Any]:
         """The latest state, in which this viewer's requests are marked."""

@@ -69,7 +69,7 @@ def schemas_of_body(kind: type[Body], strict: bool) -> dict[str, Any]:
     schemas.pop("Sampling", None)
     known = {one.__name__: one for one in (kind, *parts_of(kind))}
     return {
-        name: completed(known[name], one, strict) if name in known else one
+        name: complete_schema(known[name], one, strict) if name in known else one
         for name, one in schemas.items()
     }
 
@@ -87,7 +87,7 @@ def parts_of(kind: type[BaseModel]) -> list[type[Body]]:
     return [one for one in kinds if isinstance(one, type) and issubclass(one, Body)]
 
 
-def completed(kind: type[Body], schema: Any, strict: bool) -> dict[str, Any]:
+def complete_schema(kind: type[Body], schema: Any, strict: bool) -> dict[str, Any]:
     """The schema of a body with what its fields don't say."""
     properties = {
         name: one for name, one in schema["properties"].items() if name in kind.known()

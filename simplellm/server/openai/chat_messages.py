@@ -27,7 +27,7 @@ from simplellm.server.http.bodies import (
     text_instead,
 )
 from simplellm.server.http.errors import APIError
-from simplellm.server.openai.tools import arguments_of_call, flat, shown_name
+from simplellm.server.openai.tools import arguments_of_call, flatten_tool, shown_name
 
 ROLES = {"human": "user", **dict.fromkeys(("model", "ai", "bot"), "assistant")}
 ROLES |= dict.fromkeys(("tool_result", "tool-response", "tool_response"), "tool")
@@ -223,7 +223,11 @@ def in_function(call: Any) -> Any:
     """A call of any kind of tool as a function call."""
     if not isinstance(call, Mapping):
         return call
-    inner = flat(call) if "type" in call else flat({"type": "function", **call})
+    inner = (
+        flatten_tool(call)
+        if "type" in call
+        else flatten_tool({"type": "function", **call})
+    )
     name = inner.get("name")
     if not isinstance(name, str):
         return call

@@ -30,7 +30,7 @@ from simplellm.server.openai.responses_store import (
     ResponseStore,
     StoredResponse,
 )
-from simplellm.server.openai.tools import ClientTools, flat
+from simplellm.server.openai.tools import ClientTools, flatten_tool
 from simplellm.text.harmony import Delta
 from simplellm.text.harmony.schema import as_tools
 
@@ -250,7 +250,7 @@ def failed_stream(call: Call, error: APIError) -> EventStream:
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool in the form in which a response repeats it."""
-    tool = flat(tool)
+    tool = flatten_tool(tool)
     if tool.get("type", "function") != "function":
         return tool
     names = ("name", "description", "parameters")

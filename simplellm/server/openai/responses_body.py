@@ -33,7 +33,7 @@ from simplellm.server.openai.responses_items import (
     SomeItem,
     known_items,
 )
-from simplellm.server.openai.tools import KINDS, flat
+from simplellm.server.openai.tools import KINDS, flatten_tool
 
 LOGPROBS = "message.output_text.logprobs"
 # What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
@@ -199,7 +199,7 @@ class ResponseBody(LabeledBody):
         """The tool_choice as the response repeats it; a chat's form is translated."""
         if isinstance(self.tool_choice, str):
             return self.tool_choice
-        return flat(self.tool_choice)
+        return flatten_tool(self.tool_choice)
 
     @property
     def logprobs(self) -> bool:

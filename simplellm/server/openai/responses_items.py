@@ -21,14 +21,19 @@ from simplellm.server.http.bodies import (
     Part,
     Several,
     ValidationContext,
-    either,
+    tagged_union,
     text_instead,
     types_of,
 )
 from simplellm.server.http.errors import APIError
 from simplellm.server.openai.chat_messages import UNKNOWN, as_text, is_part, role_of
 from simplellm.server.openai.responses_store import ResponseStore
-from simplellm.server.openai.tools import KINDS, arguments_of_call, flat, shown_name
+from simplellm.server.openai.tools import (
+    KINDS,
+    arguments_of_call,
+    flatten_tool,
+    shown_name,
+)
 from simplellm.text.harmony import Message, Tool, result_message
 from simplellm.text.harmony.openai import call_message
 from simplellm.text.harmony.schema import Lead
@@ -297,7 +302,7 @@ def type_of(item: Any) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-SomeItem = Annotated[Part, either("type", *ITEMS, default="message")]
+SomeItem = Annotated[Part, tagged_union("type", *ITEMS, default="message")]
 
 
 def known_items(items: Sequence[Any], context: ValidationContext) -> list[Any]:
@@ -350,7 +355,7 @@ def from_chat(item: Item) -> list[Any]:
     items = [item] if item.get("content") else []
     for call in calls:
         call = call if isinstance(call, Mapping) else {}
-        named = {name: flat(call).get(name) for name in ("name", "arguments")}
+        named = {name: flatten_tool(call).get(name) for name in ("name", "arguments")}
         items.append({"type": "function_call", "call_id": call.get("id"), **named})
     return items
 
@@ -363,14 +368,14 @@ def kept_items(given: Any, key: str, store: ResponseStore) -> list[Item]:
     if isinstance(given, str):
         given = [InputMessage(role="user", content=given)]
     return [
-        referred(item.id, store, f"input[{number}]")
+        stored_item(item.id, store, f"input[{number}]")
         if isinstance(item, ItemReference)
         else item.kept(key, number)
         for number, item in enumerate(given)
     ]
 
 
-def referred(id: str, store: ResponseStore, where: str) -> Item:
+def stored_item(id: str, store: ResponseStore, where: str) -> Item:
     """The stored item of this id. Raises APIError."""
     if (stored := store.find_item(id)) is None:
         message = f"{where}: item {short(id)} is not here, or no longer"

@@ -68,7 +68,7 @@ def shown_name(name: str, namespace: str | None = None) -> str:
     return re.sub(r"[\s<]", "_", f"{namespace}__{name}" if namespace else name) or "_"
 
 
-def flat(tool: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool, call or tool_choice in the flat form of responses."""
     kind = tool.get("type", "function")
     inner = tool.get(kind) if isinstance(kind, str) else None
@@ -102,7 +102,7 @@ class ClientTools:
     def add(self, tool: Any, where: str, namespace: str | None = None) -> None:
         """Add a tool. Raises TypeError, ValueError or APIError."""
         expect_type(where, tool, Mapping, "an object")
-        tool = flat(tool)
+        tool = flatten_tool(tool)
         kind = tool.get("type", "function")
         if kind not in KINDS or (namespace and kind not in ("function", "custom")):
             why = f"no {kind!r} runs here; offer what it does as a function"
@@ -127,7 +127,7 @@ class ClientTools:
         """A tool_choice with the model's names of the tools."""
         if not isinstance(tool_choice, Mapping):
             return tool_choice
-        tool_choice = flat(tool_choice)
+        tool_choice = flatten_tool(tool_choice)
         if tool_choice.get("type") == "allowed_tools":
             inner = tool_choice.get("tools")
             some = inner if isinstance(inner, list) else []
@@ -151,7 +151,7 @@ class ClientTools:
 def description_of(tool: Mapping[str, Any]) -> str:
     """A custom tool's description, with the grammar of its input if it has one."""
     description, form = tool.get("description") or "", tool.get("format")
-    form = flat(form) if isinstance(form, Mapping) else {}
+    form = flatten_tool(form) if isinstance(form, Mapping) else {}
     if not isinstance(definition := form.get("definition"), str):
         return description
     syntax = form.get("syntax")

@@ -26,9 +26,9 @@ from simplellm.server.remote.wire import (
     as_error,
     as_frame,
     as_plain,
-    as_samples,
     event_of,
     frames,
+    request_as_plain,
 )
 from simplellm.server.start import WATCHDOG_TIMEOUT
 
@@ -131,7 +131,7 @@ class RemoteEngine(EngineBase):
         every = [
             one.request_id for first in requests for one in (first, *first.siblings)
         ]
-        frame = as_frame(["submit", [*map(as_samples, requests)]])
+        frame = as_frame(["submit", [*map(request_as_plain, requests)]])
         with self.lock:
             self.check_open()
             self.open.update(every)

@@ -29,7 +29,7 @@ from simplellm.checkpoint.folder import path_of
 from simplellm.engine.engine import Engine
 from simplellm.engine.ranks import start_ranks
 from simplellm.model.machine import find_device, find_dtype
-from simplellm.server.remote.wire import as_frame, as_one, frames, request_of
+from simplellm.server.remote.wire import as_frame, frames, join_events, request_of
 from simplellm.server.start import freeze_objects
 
 LOGGER = logging.getLogger("simplellm")
@@ -163,7 +163,7 @@ class Core:
                     self.over = True
                 elif isinstance(item, Event):
                     before = self.events.get(item.request_id)
-                    event = item if before is None else as_one(before, item)
+                    event = item if before is None else join_events(before, item)
                     self.events[item.request_id] = event
                 else:
                     self.answers.append(item)

@@ -69,7 +69,7 @@ class ReplicaSlot:
         if self.stats is not None:
             gone = {"waiting": 0, "running": 0, "cache_usage": 0.0}
             old = Stats(**asdict(self.stats) | gone | {"tokens_per_second": 0.0})
-            self.past, self.stats = [added([*self.past, old])], None
+            self.past, self.stats = [sum_stats([*self.past, old])], None
 
 
 class PendingRequest:
@@ -299,7 +299,7 @@ class Replicas(EngineBase):
             slot.stats = stats
         every = [stats for slot in self.slots for stats in slot.past]
         latest = [slot.stats for slot in self.slots if slot.stats is not None]
-        whole = asdict(added(every + latest)) | {"refused": self.refused}
+        whole = asdict(sum_stats(every + latest)) | {"refused": self.refused}
         usage = [stats.cache_usage for stats in latest]
         whole["cache_usage"] = sum(usage) / max(1, len(usage))
         finished = whole["finished"]
@@ -354,7 +354,7 @@ def expect_one(replicas: object) -> None:
         raise EngineError("no replica lives; expected one, and others are on their way")
 
 
-def added(every: Sequence[Stats]) -> Stats:
+def sum_stats(every: Sequence[Stats]) -> Stats:
     """The sums of the engines' counts; of their times, the longest."""
     whole: dict[str, Any] = {}
     for name in (spec.name for spec in fields(Stats)):

@@ -77,7 +77,7 @@ def as_error(data: Sequence[str]) -> Exception:
 # Requests
 
 
-def as_samples(first: Request) -> dict[str, Any]:
+def request_as_plain(first: Request) -> dict[str, Any]:
     """A prompt's samples: what they share, once, and the index and id of each."""
     params = vars(first.params).items()
     return {
@@ -90,7 +90,7 @@ def as_samples(first: Request) -> dict[str, Any]:
 
 
 def request_of(data: dict[str, Any], compile: Callable[[str], Grammar]) -> Request:
-    """The request that `as_samples` wrote, with its siblings."""
+    """The request that `request_as_plain` wrote, with its siblings."""
     params, samples = data.pop("params"), data.pop("samples")
     grammar, deadline = data.pop("grammar"), data.pop("deadline")
     if (bias := params["logit_bias"]) is not None:
@@ -111,7 +111,7 @@ def request_of(data: dict[str, Any], compile: Callable[[str], Grammar]) -> Reque
 # Events
 
 
-def as_one(first: Event, second: Event) -> Event:
+def join_events(first: Event, second: Event) -> Event:
     """Two consecutive events of one request, joined."""
     logprobs = second.logprobs
     if first.logprobs is not None:

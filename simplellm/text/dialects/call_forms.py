@@ -160,7 +160,9 @@ def may_begin_blank(answer: Rules) -> bool:
     return "json_schema" not in answer and not CHOICE.fullmatch(lark)
 
 
-def filled(lark: str, special: Mapping[str, int], function: str = "") -> str:
+def fill_control_tokens(
+    lark: str, special: Mapping[str, int], function: str = ""
+) -> str:
     """Lark with the control tokens of ``lark`` by their ids, and a function's name."""
     names = {"NAME": function, "JSON_NAME": json.dumps(function, ensure_ascii=False)}
 
@@ -208,12 +210,16 @@ def tags_grammar(
         else:
             written = "parameters"
         parts = [
-            filled(part, special, function) for part in (form.opening, form.ending)
+            fill_control_tokens(part, special, function)
+            for part in (form.opening, form.ending)
         ]
         some.append(f"{parts[0]} {written} {parts[1]}")
     if form and calls:
         several = form.calls.replace("MORE", "" if alone else form.more)
-        rules = [f"calls: {filled(several, special)}", f"call: {' | '.join(some)}"]
+        rules = [
+            f"calls: {fill_control_tokens(several, special)}",
+            f"call: {' | '.join(some)}",
+        ]
         text = "UNLIKE" if form.bare else "TEXT"
         turns = [f"{text} calls?" if free else "calls"]
         turns += ["call"] if form.bare and (free or answer is None) else []
@@ -225,9 +231,11 @@ def tags_grammar(
         turns.append(ANSWER if exact else GAP_ANSWER)
     thoughts = ""
     if is_thinking(tokenizer, prompt):
-        thoughts = filled(f"TEXT {THINK_END} {gap}", special)
+        thoughts = fill_control_tokens(f"TEXT {THINK_END} {gap}", special)
     elif THINK_END in special:
-        thoughts = filled(f"({THINK_START} TEXT {THINK_END} {gap})?", special)
+        thoughts = fill_control_tokens(
+            f"({THINK_START} TEXT {THINK_END} {gap})?", special
+        )
     start = f"start: {thoughts} ({' | '.join(turns)})"
     shared = SHARED_TEXTS + PARAMETERS * bool(form and form.xml)
     turn = {"lark_grammar": "\n".join([start, *rules, shared])}

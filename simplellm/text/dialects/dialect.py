@@ -16,7 +16,7 @@ from simplellm.base.config import (
 from simplellm.base.files import SmallFiles
 from simplellm.base.grammar import Grammar
 from simplellm.text.dialects.call_forms import CallForm, tags_grammar
-from simplellm.text.dialects.encoder import needs, read_tokenizer
+from simplellm.text.dialects.encoder import read_tokenizer, require_library
 from simplellm.text.dialects.tags import TagParser
 from simplellm.text.harmony import (
     HarmonyParser,
@@ -44,7 +44,7 @@ class Dialect:
     grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
     parser gets the grammar that came of it, if any, and the chat's tools. Where a turn
     can have ``several_calls``, the grammar is also told whether one has to stay alone.
-    ``reopened`` takes the end of the last message from the ids of a prompt, if that is
+    ``reopen_answer`` takes the end of the last message off the ids of a prompt if it is
     an answer: the model goes on with it. ``ends`` are the control tokens that end a
     turn, as far as the tokenizer has them, ``begin`` the ids in front of a text that is
     no chat.
@@ -57,7 +57,7 @@ class Dialect:
     grammar: Callable[..., str]
     ends: tuple[str, ...]
     begin: tuple[int, ...] = ()
-    reopened: Callable[[Tokenizer, list[int]], list[int]] | None = None
+    reopen_answer: Callable[[Tokenizer, list[int]], list[int]] | None = None
     several_calls: bool = False
 
 
@@ -91,7 +91,7 @@ def harmony_parser(
     return parser
 
 
-def reopened(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
+def reopen_answer(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
     """A prompt without `<|end|><|start|>assistant` at its end."""
     return prompt[: -2 - len(tokenizer.encode("assistant"))]
 
@@ -103,7 +103,7 @@ HARMONY = Dialect(
     parser=harmony_parser,
     grammar=lambda tokenizer, prompt, *rules, alone: turn_grammar(*rules),
     ends=("<|return|>", "<|call|>", "<|endoftext|>"),
-    reopened=reopened,
+    reopen_answer=reopen_answer,
 )
 
 
@@ -148,8 +148,8 @@ def open_family(
     """
     path = files.path_of("tokenizer.json")
     with reraise_as(TokenizerError, path):
-        needs("tokenizers")
-        needs("jinja2")
+        require_library("tokenizers")
+        require_library("jinja2")
     from simplellm.text.dialects.template import (
         ChatTemplate,
         TemplateSource,

@@ -44,15 +44,15 @@ class Encoder:
     ) -> None:
         from tokenizers import Tokenizer as LibraryTokenizer
 
-        model = part("", config, "model", Mapping)
+        model = field_of("", config, "model", Mapping)
         old = "BPE" if "merges" in model else None  # GPT-2's file says no type
         one_of("model.type", model.get("type", old), ("BPE",))
-        vocab: dict[str, int] = {**part("model.", model, "vocab", Mapping)}
+        vocab: dict[str, int] = {**field_of("model.", model, "vocab", Mapping)}
         plain = {**config, "added_tokens": [], "post_processor": None}
         plain |= {"truncation": None, "padding": None}
         self.special: dict[str, int] = {}
         patterns = []
-        for token in part("", config, "added_tokens", list):
+        for token in field_of("", config, "added_tokens", list):
             expect_type("an entry of added_tokens", token, Mapping, "an object")
             name, id = token.get("content"), token.get("id")
             ok = isinstance(name, str) and name
@@ -123,7 +123,7 @@ class Encoder:
 
 
 @contextmanager
-def guarded(kind: Callable[[str], ValueError], where: object) -> Iterator[None]:
+def reraise_any_as(kind: Callable[[str], ValueError], where: object) -> Iterator[None]:
     """Turn whatever goes wrong with a stranger's file or program into a ``kind``."""
     try:
         yield
@@ -132,7 +132,7 @@ def guarded(kind: Callable[[str], ValueError], where: object) -> Iterator[None]:
         raise kind(": ".join(filter(None, [str(where), named, str(error)]))) from None
 
 
-def part(where: str, config: Mapping[str, Any], name: str, kind: type) -> Any:
+def field_of(where: str, config: Mapping[str, Any], name: str, kind: type) -> Any:
     """A field of a parsed file. Raises TypeError unless it is of a ``kind``."""
     expected = "a list" if kind is list else "an object"
     expect_type(where + name, config.get(name), kind, expected)
@@ -172,7 +172,7 @@ def merges_of(
     return merges
 
 
-def needs(library: str) -> None:
+def require_library(library: str) -> None:
     """Raise ValueError if a ``library`` of the extra "families" is not installed."""
     expected = "it installed, as by pip install 'simplellm[families]'"
     expect(find_spec(library), f"the library {library}", "missing", expected)
@@ -211,7 +211,7 @@ def read_tokenizer(
     Its bytes are exact. So what SentencePiece puts in front of a text, a space, is
     decoded as one, though the library leaves it out. Raises TokenizerError.
     """
-    with guarded(TokenizerError, path):
+    with reraise_any_as(TokenizerError, path):
         encoder = Encoder(data, rows, naming)
         return Tokenizer(encoder.tokens, encoder.special, encoder), encoder
 

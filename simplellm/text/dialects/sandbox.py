@@ -148,17 +148,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, what, *args, **kwargs)
 
 
-def parsed(source: str) -> nodes.Template:
+def parse_template(source: str) -> nodes.Template:
     """The tree of a template. Raises TemplateSyntaxError."""
     return Sandbox().parse(source)
 
 
-def compiled(tree: nodes.Template, hidden: Mapping[int, int]) -> CodeType:
-    """A template, ready for `rendered`, whose messages have characters ``hidden``."""
+def compile_template(tree: nodes.Template, hidden: Mapping[int, int]) -> CodeType:
+    """A template for `render_template`; in messages it finds characters ``hidden``."""
     return Sandbox().compile(TemplateAdapter(hidden).visit(tree))
 
 
-def rendered(code: CodeType, variables: dict[str, Any]) -> str:
+def render_template(code: CodeType, variables: dict[str, Any]) -> str:
     """What a template writes. Raises whatever its program does."""
     sandbox = Sandbox()
     template = sandbox.template_class.from_code(sandbox, code, sandbox.globals)

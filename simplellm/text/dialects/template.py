@@ -24,8 +24,12 @@ from simplellm.base.config import (
     reraise_as,
 )
 from simplellm.base.files import SmallFiles
-from simplellm.text.dialects.encoder import Encoder, guarded
-from simplellm.text.dialects.sandbox import compiled, parsed, rendered
+from simplellm.text.dialects.encoder import Encoder, reraise_any_as
+from simplellm.text.dialects.sandbox import (
+    compile_template,
+    parse_template,
+    render_template,
+)
 from simplellm.text.harmony import EFFORTS, Message, Tool
 from simplellm.text.tokenizer import Tokenizer, TokenizerError
 
@@ -59,7 +63,7 @@ class TemplateSource:
             return None
         if isinstance(given, str):
             given = [{"name": "default", "template": given}]
-        with guarded(ConfigError, path):
+        with reraise_any_as(ConfigError, path):
             expected = "text or a list of named ones"
             expect_type("a chat template", given, list, expected)
             trees = {}
@@ -67,7 +71,7 @@ class TemplateSource:
                 expect_type("a named chat template", one, Mapping, "an object")
                 source = one.get("template")
                 expect_type("a named chat template's text", source, str, "text")
-                trees[one.get("name")] = parsed(source)
+                trees[one.get("name")] = parse_template(source)
         return cls(trees, path)
 
     def texts(self) -> list[str]:
@@ -100,11 +104,11 @@ class ChatTemplate:
     ) -> "ChatTemplate":
         """Compile ``source``. Raises ConfigError."""
         tools, templates = set[str](), {}
-        with guarded(ConfigError, source.path):
+        with reraise_any_as(ConfigError, source.path):
             for name, tree in source.trees.items():
                 if any(node.name == "tools" for node in tree.find_all(nodes.Name)):
                     tools.add(name)
-                templates[name] = compiled(tree, encoder.hidden)
+                templates[name] = compile_template(tree, encoder.hidden)
         path = source.path.name  # for clients, who don't know the folder
         return cls(templates, frozenset(tools), path, tokens, encoder)
 
@@ -139,17 +143,17 @@ class ChatTemplate:
             given["date_string"] = current_date  # Llama's name for it
         variables = {
             **self.tokens,
-            **concealed(given, self.encoder.hidden),
+            **hide_text(given, self.encoder.hidden),
             "documents": None,
             "reasoning_effort": reasoning_effort,
             "add_generation_prompt": True,
         }
-        with guarded(partial(ParameterError, param="messages"), self.path):
-            text = rendered(self.templates[name], variables)
+        with reraise_any_as(partial(ParameterError, param="messages"), self.path):
+            text = render_template(self.templates[name], variables)
         return self.encoder.mixed(text)
 
 
-def concealed(value: Any, hidden: Mapping[int, int]) -> Any:
+def hide_text(value: Any, hidden: Mapping[int, int]) -> Any:
     """Plain data with all its text put through ``hidden``. Raises TokenizerError."""
     if isinstance(value, str):
         with reraise_as(TokenizerError, "a message"):
@@ -157,9 +161,9 @@ def concealed(value: Any, hidden: Mapping[int, int]) -> Any:
         return value.translate(hidden)
     if isinstance(value, Mapping):
         pairs = value.items()
-        return {concealed(k, hidden): concealed(v, hidden) for k, v in pairs}
+        return {hide_text(k, hidden): hide_text(v, hidden) for k, v in pairs}
     if isinstance(value, list | tuple):
-        return [concealed(part, hidden) for part in value]
+        return [hide_text(part, hidden) for part in value]
     return value
 
 
@@ -230,7 +234,7 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
         turn = None
         one = {"role": message.role, "content": text}
         if message.role == "tool":
-            own = [pair for pair in waiting if answers(message, pair[0])]
+            own = [pair for pair in waiting if is_result_of(message, pair[0])]
             one |= {"name": name, "tool_call_id": own[0][1]["id"] if own else ""}
             waiting = [pair for pair in waiting if pair not in own[:1]]
         elif message.role == "developer":
@@ -239,7 +243,7 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return turns
 
 
-def answers(result: Message, call: Message) -> bool:
+def is_result_of(result: Message, call: Message) -> bool:
     """Whether a tool's message is the result of ``call``."""
     if None not in (result.call_id, call.call_id):
         return result.call_id == call.call_id

@@ -9,7 +9,7 @@ from typing import Any
 
 from simplellm.text.harmony.message import Message, check_message, markers
 from simplellm.text.harmony.schema import Tool, as_tools
-from simplellm.text.harmony.system import introduced
+from simplellm.text.harmony.system import with_system
 from simplellm.text.tokenizer import Tokenizer
 
 
@@ -75,7 +75,7 @@ def render(
     TypeError and TokenizerError as `Tokenizer.encode`.
     """
     marker, functions = markers(tokenizer), as_tools(tools)
-    messages = introduced(messages, functions, reasoning_effort, current_date)
+    messages = with_system(messages, functions, reasoning_effort, current_date)
     finished = messages[-1].channel == "final" and not add_generation_prompt
     visible = history(messages, finished=finished)
     ids = [id for message in visible for id in render_message(message, tokenizer)]

@@ -127,7 +127,7 @@ def type_of(schema: Any, indent: str = "") -> str:
         case {"type": [str(), *_] as names}:
             return " | ".join("number" if n == "integer" else str(n) for n in names)
         case {"type": "object"}:
-            about = f"{indent}// {schema['description']}\n" if has(schema) else ""
+            about = f"{indent}// {schema['description']}\n" if has_text(schema) else ""
             required = schema.get("required") or ()
             properties = "".join(
                 property_of(name if name in required else f"{name}?", value, indent)
@@ -152,8 +152,8 @@ def property_of(name: str, schema: Any, indent: str) -> str:
     """The lines of one property: comments, name, type and default."""
     schema = schema if isinstance(schema, dict) else {}
     variants = schema.get("oneOf")
-    lines = [f"// {schema['title']}", "//"] if has(schema, "title") else []
-    about = [f"// {schema['description']}"] if has(schema) else []
+    lines = [f"// {schema['title']}", "//"] if has_text(schema, "title") else []
+    about = [f"// {schema['description']}"] if has_text(schema) else []
     given = schema.get("examples")
     given = given if isinstance(given, list) else []
     examples = ["// Examples:"] if given else []
@@ -165,13 +165,17 @@ def property_of(name: str, schema: Any, indent: str) -> str:
         lines.append(" ".join([f"{name}: {value},", *default]))
         return "".join(f"{indent}{line}\n" for line in lines)
     # A description that the first variant repeats is written there, and only there.
-    if variants and has(variants[0]) and has(schema):
+    if variants and has_text(variants[0]) and has_text(schema):
         same = variants[0]["description"] == schema["description"]
         about = [] if same else about
     lines += examples + about + default + [f"{name}:"]
     for number, variant in enumerate(variants):
         known = {} if number == 0 and about else variant
-        if has(schema) and has(known) and known["description"] == schema["description"]:
+        if (
+            has_text(schema)
+            and has_text(known)
+            and known["description"] == schema["description"]
+        ):
             known = {}
         lines.append(f" | {variant_of(variant, indent, known)}")
     return "".join(f"{indent}{line}\n" for line in [*lines, ","])
@@ -182,7 +186,7 @@ def variant_of(
 ) -> str:
     """One variant of a oneOf, with the description of ``described`` behind it."""
     variant = variant if isinstance(variant, dict) else {}
-    notes = [described["description"]] if has(described) else []
+    notes = [described["description"]] if has_text(described) else []
     if "default" in variant:
         notes.append(f"default: {default_of(variant, bare=bare)}")
     comment = f" // {' '.join(notes)}" if notes else ""
@@ -207,6 +211,6 @@ def default_of(schema: Mapping[str, Any], *, bare: bool = True) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def has(schema: Any, key: str = "description") -> bool:
+def has_text(schema: Any, key: str = "description") -> bool:
     """Whether a schema has a text under ``key``."""
     return isinstance(schema, dict) and isinstance(schema.get(key), str)

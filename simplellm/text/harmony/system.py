@@ -34,7 +34,7 @@ def system_text(
     )
 
 
-def introduced(
+def with_system(
     messages: Sequence[Message],
     functions: Sequence[Tool],
     reasoning_effort: str,

@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 
 from simplellm.checkpoint.names import (
-    kind,
+    part_of_model,
     stored_shapes,
 )
 from simplellm.checkpoint.tensors import DTYPES, read_header
@@ -143,7 +143,7 @@ def weighed(config, itemsize):
     found: Counter[str] = Counter()
     for ours, parts in stored_shapes(config).items():
         for name, shape in parts.items():
-            found[kind(ours)] += int(math.prod(shape) * itemsize(ours, name))
+            found[part_of_model(ours)] += int(math.prod(shape) * itemsize(ours, name))
     return found
 
 
