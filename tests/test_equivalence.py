@@ -287,7 +287,7 @@ def run_case(
     if offloading:
         counts["loaded"] = manager.loaded_tokens
     if drafts or draft_model:
-        checked = prophet.counts()
+        checked = prophet.draft_stats()
         counts["drafts"] = sum(checked["draft_tokens"].values())
         counts["right"] = sum(checked["accepted_tokens"].values())
     return counts

@@ -178,7 +178,7 @@ def test_captured_drafts_are_those_of_other_steps(
         while engine.scheduler.requests or engine.flights:
             engine.step()
             drafts.append({r.request_id: [*r.drafts] for r in asked if r.drafts})
-        found.append(([r.tokens for r in asked], drafts, speculator.counts()))
+        found.append(([r.tokens for r in asked], drafts, speculator.draft_stats()))
     assert found[0] == found[1]
     assert found[0][2]["drafts"] > 20
     assert min(replays[name] for name in ("_read", "_first", "_next")) > 5, replays

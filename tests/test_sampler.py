@@ -387,7 +387,7 @@ def test_counts_are_those_of_the_tokens(requests, steps, seed) -> None:
     for places, failed in steps:
         batch = [all_requests[i] for i in places if i < len(all_requests)]
         if failed:
-            counts.forget()
+            counts.invalidate()
         if failed or not batch:
             for request, token in late:
                 request.tokens.append(token)

@@ -96,7 +96,7 @@ def over_ranks(
             config = config.changed(own).resolved("cpu")
             source = open_weights(folder, torch.float32, CPU, False, None)
             ranks = start_ranks(config, source.config, folder, torch.float32, CPU)
-            with ranks.loading():
+            with ranks.guard_load():
                 engine, *_ = load_engine(source, config, torch.float32, CPU, ranks)
             limit = engine.max_model_len
             begun.append(Engine(engine.scheduler, engine.runner, limit, overlap))

@@ -133,12 +133,12 @@ class Delivery:
 
     def _run(self) -> None:
         try:
-            self._bring()
+            self._deliver()
         except BaseException as error:
             LOGGER.exception("the thread that reads what becomes of requests died")
             self._die(error)
 
-    def _bring(self) -> None:
+    def _deliver(self) -> None:
         """Bring events to their readers, up to the engine's last one."""
         while (event := self.engine.events.get()) is not None:
             reader = self.readers.get(event.request_id)

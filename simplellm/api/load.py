@@ -86,7 +86,7 @@ def load(
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
         beside.submit(input_processor.grammars.prepare)
         ranks = start_ranks(config, source.config, *given)
-        with ranks.loading():
+        with ranks.guard_load():
             engine, why, seconds = load_engine(source, config, dtype, device, ranks)
     limit, compiler = engine.max_model_len, input_processor.grammars.compile
     input_processor = replace(input_processor, max_model_len=limit, compiler=compiler)

@@ -180,7 +180,7 @@ def engine_config(cases: Sequence[Case], base: EngineConfig) -> EngineConfig:
 
 
 def unbounded_meter() -> Meter:
-    """A meter that forgets nothing."""
+    """A meter that keeps all times, not only the latest ones."""
     meter = Meter()
     meter.recent, meter.ttft, meter.itl = deque(), deque(), deque()
     return meter

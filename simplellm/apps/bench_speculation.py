@@ -56,7 +56,7 @@ def expected_seconds(steps: int, drafts: list[int], costs: StepCosts) -> float:
 
 
 def time_prompt(llm: Any, prompt: str) -> dict[str, Any]:
-    """What became of a prompt: its text, its decodes, and how long each took."""
+    """Generate from a prompt: its text, its decodes, and how long each took."""
     before = llm.stats()
     (output,) = llm.generate([prompt], temperature=0, max_tokens=MAX_TOKENS).result()
     after, times = llm.stats(), output.metrics

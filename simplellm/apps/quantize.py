@@ -52,7 +52,7 @@ COPIED = "", ".json", ".jinja", ".md", ".model", ".tiktoken", ".txt"
 
 
 def has_whole_tiles(info: TensorInfo, form: NumberFormat) -> bool:
-    """Whether a tensor [out, in] has whole tiles, from which others compute sizes."""
+    """Whether a tensor [out, in] has whole tiles, which other engines need."""
     columns = BLOCK if form.is_mxfp4 else form.tile[1] or ALIGNED
     return info.shape[0] % form.tile[0] == 0 and info.shape[1] % columns == 0
 

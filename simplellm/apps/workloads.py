@@ -131,10 +131,7 @@ def draw_workload(kind: Workload, requests: int, seed: int) -> list[Arrival]:
 def poisson_arrivals(
     arrivals: Sequence[Arrival], rate: float, seed: int, burst: int = 1
 ) -> list[Arrival]:
-    """Requests as a Poisson process of bursts, ``rate`` requests a second.
-
-    Those that wait for an answer do not count.
-    """
+    """Requests as a Poisson process of bursts, ``rate`` requests a second."""
     chance = Random(seed)
     starts = accumulate(chance.expovariate(rate / burst) for _ in count())
     times = (start for start in starts for _ in range(burst))

@@ -250,7 +250,7 @@ def is_matrix(name: Name) -> bool:
 
 
 def config_once_loaded(config: ModelConfig) -> ModelConfig:
-    """``config`` with those formats alone that weights have once they are loaded."""
+    """``config`` with the formats that its weights have once they are loaded."""
     formats = {ours: form for ours, form in config.formats.items() if form.is_kept}
     return replace(config, formats=formats)
 
@@ -274,7 +274,7 @@ def is_linear(name: str) -> bool:
 
 
 def match_prefixes(where: str, expressions: Sequence[str]) -> Find:
-    """What finds names that begin with any of some regular expressions."""
+    """A test for names that begin with one of some regular expressions."""
     try:
         patterns = [re.compile(expression) for expression in expressions]
     except re.error as error:
@@ -288,11 +288,7 @@ def modules_in(where: str, section: Mapping[str, Any], field: str) -> tuple[str,
 
 
 def match_skipped(config: Mapping[str, Any], default: Sequence[str]) -> Find:
-    """What finds the modules that are not converted, in the way of transformers.
-
-    A name, or a regular expression, stands for a module and all in it; a name also for
-    what ends so.
-    """
+    """A test for modules that are not converted, as transformers names them."""
     field = "modules_to_not_convert"
     field = "ignored_layers" if config.get(field) is None else field
     names = modules_in(FIELD, config, field) or default
@@ -302,10 +298,7 @@ def match_skipped(config: Mapping[str, Any], default: Sequence[str]) -> Find:
 
 
 def match_listed(where: str, section: Mapping[str, Any], field: str) -> Find:
-    """What finds the modules in a list of compressed-tensors.
-
-    They are listed by name, or by "re:" and a regular expression.
-    """
+    """A test for modules in a list of compressed-tensors."""
     names = modules_in(where, section, field)
     expressions = [
         name[3:] if name.startswith("re:") else f"{re.escape(name)}$" for name in names

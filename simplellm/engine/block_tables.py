@@ -19,10 +19,10 @@ class BlockTables:
         self.page_size = page_size
         self.pages = np.zeros((groups, rows, width), np.int32)
         self.offsets = np.zeros((groups, rows), np.int32)
-        self.forget()
+        self.invalidate()
 
-    def forget(self) -> None:
-        """Pages may have been exchanged for others: write all rows the next time."""
+    def invalidate(self) -> None:
+        """Write all rows the next time: pages may have been exchanged."""
         self._held: Sequence[PageTable] = ()  # so that no other gets one's id
         self._keys: list[tuple[int, int, int, int]] = []
 

@@ -134,7 +134,7 @@ class Engine(EngineBase):
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = None
             self.collect(0)  # what is tried again must know its last token
-            self.runner.forget()
+            self.runner.invalidate()
             request_id = error.request_id if isinstance(error, GrammarError) else None
             alone = len(scheduled) == 1
             blamed = [

@@ -19,7 +19,7 @@ from simplellm.engine.scheduler import ScheduledChunk
 def split_chunks(
     scheduled: Sequence[ScheduledChunk], most: int
 ) -> list[ScheduledChunk]:
-    """These chunks in parts of at most ``most`` tokens."""
+    """The chunks, cut into parts of at most ``most`` tokens."""
     parts = []
     for chunk in scheduled:
         end = chunk.start + chunk.length

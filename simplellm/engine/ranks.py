@@ -84,8 +84,8 @@ class Ranks:
         return [pinned([size], torch.int32, device) for _ in range(2)]
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Load inside of this, which ends all ranks if that fails."""
+    def guard_load(self) -> Iterator[None]:
+        """Inside of this a rank loads; if that fails, all ranks end."""
         yield
 
     def forward(
@@ -107,7 +107,7 @@ class Ranks:
         counts: TokenCounts | None,
         mask: Mask | None,
     ) -> None:
-        """Let the others choose tokens, too: their part in `Runner.choose`."""
+        """Let the others choose tokens, too: their part in `Runner.choose_tokens`."""
 
     def local_sampling(
         self, columns: SamplingTensors, mask: Mask | None
@@ -119,8 +119,8 @@ class Ranks:
         """Call ``wake`` once a rank has ended; then `check` says which."""
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Wait for the GPU inside of this. Raises EngineError if it takes too long."""
+    def guard_wait(self) -> Iterator[None]:
+        """Inside of this the host waits for the GPU. Raises EngineError if too long."""
         yield
 
     def check(self, error: Exception | None = None) -> None:
@@ -215,7 +215,7 @@ class Leader(TensorParallel):
         self.memory = SharedMemory(os.memfd_create("simplellm"))
         self.counts_file = Progress.create(size)
         self.progress = Progress(self.counts_file, size)
-        with self.loading():
+        with self.guard_load():
             for rank in range(1, size):
                 self._spawn()
                 start = {"folder": self.folder.name, "rank": rank, "size": size}
@@ -256,7 +256,7 @@ class Leader(TensorParallel):
             raise EngineError(f"rank {rank} could not load: {reply['failed']}")
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def guard_load(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -383,7 +383,7 @@ class Leader(TensorParallel):
             threading.Thread(target=group.abort, daemon=True).start()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def guard_wait(self) -> Iterator[None]:
         self.since = time.monotonic()
         try:
             yield
@@ -562,7 +562,7 @@ class Follower(TensorParallel):
                     setattr(counts, name, table)
             counting = counts if message["counting"] else None
             mask = None if rows is None else Mask(rows, bits)
-            runner.choose(count, columns, steps, counting, mask)
+            runner.choose_tokens(count, columns, steps, counting, mask)
             self._has_launched()
 
     def _has_launched(self) -> None:

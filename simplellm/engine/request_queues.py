@@ -92,14 +92,14 @@ class RequestQueues:
         remaining = self.requests
         self.deadlines = [entry for entry in self.deadlines if entry[1] in remaining]
 
-    def run(self, request: Request) -> None:
-        """Let one that has room in the cache run."""
+    def start_running(self, request: Request) -> None:
+        """Move a request to those that run; there is room for it in the cache."""
         if not self.running:
             self._ended = False
         insort(self.running, request, key=by_rank)
 
-    def wait(self, request: Request) -> None:
-        """Put a request back in line; its rank says where."""
+    def requeue(self, request: Request) -> None:
+        """Put a running request back in line; its rank says where."""
         discard(self.running, request)
         insort(self.waiting, request, key=by_rank)
 
@@ -141,6 +141,6 @@ class RequestQueues:
                 sibling.num_computed_tokens = request.num_computed_tokens
                 sibling.num_cached_tokens = request.num_computed_tokens
                 sibling.first_scheduled_time = request.first_scheduled_time
-                self.run(sibling)
+                self.start_running(sibling)
             else:
                 insort(self.waiting, sibling, key=by_rank)

@@ -222,7 +222,7 @@ class Runner:
         self.pool.copy(copies)
         drafting = self.proposer is not None and self.proposer.begin(scheduled)
         if copies:
-            self.tables.forget()
+            self.tables.invalidate()
             if self.proposer is not None:
                 self.proposer.copy(copies)
         rows = len(scheduled)
@@ -316,10 +316,10 @@ class Runner:
             steps = upload(numbers, torch.int64, self.device)
             how = columns, steps, self.counts if counting else None, mask
             self.ranks.sample(count, *how)
-            sampled = self.choose(count, *how)
+            sampled = self.choose_tokens(count, *how)
         return self._fetch(requests, sampled)
 
-    def choose(
+    def choose_tokens(
         self,
         count: int,
         columns: SamplingTensors,
@@ -353,10 +353,10 @@ class Runner:
         self._columns = numbers, tensors, not bound
         return tensors, False
 
-    def forget(self) -> None:
-        """A step went wrong: what is kept from step to step may not be true."""
+    def invalidate(self) -> None:
+        """Drop what is kept from step to step: a step failed, and it may be wrong."""
         self._columns = None
-        self.counts.forget()
+        self.counts.invalidate()
 
     def _fetch(
         self, requests: Sequence[SamplePosition], sampled: SamplerOutput
@@ -377,7 +377,7 @@ class Runner:
         def wait() -> StepOutput:
             late = False
             if arrived is not None:
-                with self.ranks.waiting():
+                with self.ranks.guard_wait():
                     late = arrived.query()
                     arrived.synchronize()
             tokens = host_output.tolist()

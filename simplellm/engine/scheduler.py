@@ -73,7 +73,7 @@ class Scheduler(RequestQueues):
         request.num_computed_tokens = 0
         request.preemptions += 1
         self.preemptions += 1
-        self.wait(request)
+        self.requeue(request)
 
     def _make_room(self, request: Request, length: int, busy: set[int]) -> bool:
         """Room for ``length`` more tokens, at the cost of who comes last if need be."""
@@ -116,7 +116,7 @@ class Scheduler(RequestQueues):
                     self._refused = (request.request_id, spare)
                 return
             del self.waiting[0]
-            self.run(request)
+            self.start_running(request)
             if request.num_cached_tokens is None:
                 request.num_cached_tokens, request.first_scheduled_time = (
                     request.num_computed_tokens,

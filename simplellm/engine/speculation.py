@@ -261,18 +261,18 @@ class Speculator:
     def receive(
         self, request: Request, length: int, last: int, drafts: list[int]
     ) -> None:
-        """Drafts have come for a request whose text is so long, and ends with a token.
+        """Take drafts for a request whose text has this length and this last token.
 
-        If it isn't, the drafter knows.
+        If the text has changed since, the drafter drops them.
         """
         drafter: Any = self._state_of(request).drafter
         drafter.latest = length, last, drafts
 
     def plan(self, requests: Sequence[Request], room: int) -> int:
-        """Say how many drafts are to be made of each of ``requests``; 0 for none.
+        """Choose how many drafts are made of each of ``requests`` after the next step.
 
-        That is after the step that comes now, which gives each of them a token, and for
-        the one after it, which has ``room``.
+        They are for the step after it, which has ``room`` for so many. 0: none are
+        made.
         """
         if self.proposer is None:
             return 0
@@ -280,7 +280,7 @@ class Speculator:
         if self.costs is not None and requests and not self.backoff.left:
             states = [self._state_of(request) for request in requests]
             offered = [self.most] * len(states)
-            counts = self._counts(states, offered, len(states), room)
+            counts = self._choose_counts(states, offered, len(states), room)
             self.proposer.count = max(counts)
             if not any(counts):  # later it is tried again
                 self._give_up()
@@ -304,14 +304,14 @@ class Speculator:
             self.backoff.pass_step(requests)
         return self.backoff.left >= TIMED_STEPS
 
-    def count(self, checked: int, right: int) -> None:
-        """A step has checked so many drafts of a request, of which these were right."""
+    def count_step(self, checked: int, right: int) -> None:
+        """Count drafts of a request that a step has checked, and the right ones."""
         self.drafts += 1
         self.checked.update(range(1, checked + 1))
         self.accepted.update(range(1, right + 1))
 
-    def counts(self) -> dict[str, Any]:
-        """What `Stats` tells of them."""
+    def draft_stats(self) -> dict[str, Any]:
+        """The counts for `Stats`."""
         stats: dict[str, Any] = {"drafts": self.drafts}
         kinds = {"draft_tokens": self.checked, "accepted_tokens": self.accepted}
         for name, counts in kinds.items():
@@ -369,7 +369,7 @@ class Speculator:
             self._give_up()
             return [[] for _ in requests]
         drafts: list[list[int]] = []
-        counts = self._counts(states, offered, computed, room)
+        counts = self._choose_counts(states, offered, computed, room)
         if self.costly and self.costs is not None and any(offered) and not any(counts):
             self._give_up()  # they have been made for nothing
         for own, count in zip(states, counts, strict=True):
@@ -392,7 +392,7 @@ class Speculator:
         if self.costs is not None:
             self.overheads[drafts > 0].learn(seconds - self.costs(tokens))
 
-    def _counts(
+    def _choose_counts(
         self,
         states: Sequence[DraftState | None],
         offered: Sequence[int],
@@ -518,7 +518,7 @@ class SpeculativeScheduler(Scheduler):
             if not drafts:
                 continue
             right = 0 if request.forced else len(sampled) - 1
-            self.speculator.count(len(drafts), right)
+            self.speculator.count_step(len(drafts), right)
             counts = request.draft_counts
             request.draft_counts = add_step_counts(counts, len(drafts), right)
             # Unless it was preempted meanwhile, or has ended.

@@ -85,7 +85,7 @@ class Meter:
         seconds = recent[-1][0] - recent[0][0] if recent else 0.0
         generated = sum(count for _, count in recent[1:])
         speculator = getattr(scheduler, "speculator", None)  # if drafts are checked
-        checked = speculator.counts() if speculator is not None else {}
+        checked = speculator.draft_stats() if speculator is not None else {}
         return Stats(
             waiting=scheduler.num_waiting,
             running=len(scheduler.running),

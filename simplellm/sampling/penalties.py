@@ -22,10 +22,10 @@ class TokenCounts:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
-        self.forget()
+        self.invalidate()
 
-    def forget(self) -> None:
-        """Count from the tokens of the requests again."""
+    def invalidate(self) -> None:
+        """Count from the tokens of the requests again the next time."""
         self.row_of: dict[int, int] = {}  # the rows of a step, by requests' numbers
         self.counts: dict[int, tuple[Tensor, Tensor]] = {}  # their counts, by the same
 
@@ -52,7 +52,7 @@ class TokenCounts:
             or self.count(r)
             for r in penalized.values()
         ]
-        self.forget()
+        self.invalidate()
         if not counts:
             return False
         self.row_of = {} if drafting else row_of

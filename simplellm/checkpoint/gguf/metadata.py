@@ -199,7 +199,7 @@ def model_type_of(arch: str, fields: Mapping[str, Any]) -> str:
 def sizes_of(
     arch: str, fields: Mapping[str, Any], container: Container
 ) -> dict[str, Any]:
-    """What config.json says and the tensors tell here. Raises ValueError."""
+    """Sizes in config.json's names, from metadata and tensors. Raises ValueError."""
     tensors = container.tensors
     embedding = tensors.get("token_embd.weight")
     expect(embedding is not None, "token_embd.weight", None, "the embedding")
@@ -222,7 +222,7 @@ def sizes_of(
 
 
 def biases_of(model_type: str, container: Container) -> dict[str, Any]:
-    """What config.json says of biases in the families in which it does."""
+    """Which biases there are, in config.json's names, in families that say so."""
     names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     known = {"llama": 2, "smollm3": 2, "qwen3": 1, "qwen3_moe": 1}.get(model_type, 0)
     pairs = [*names.items()][:known]

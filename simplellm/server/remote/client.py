@@ -59,9 +59,9 @@ class RemoteClient(EngineClient, Protocol):
     """An `EngineClient` whose engine loads, and compiles grammars, elsewhere."""
 
     def load(self, options: dict[str, Any]) -> None:
-        """Let the process load a model. Then call `loaded`, twice."""
+        """Let the process load a model. Then call `wait_loaded` twice."""
 
-    def loaded(self) -> dict[str, Any]:
+    def wait_loaded(self) -> dict[str, Any]:
         """Wait for the next of two messages of loading. Raises what loading raised."""
 
     def compile(self, text: str) -> Grammar:
@@ -101,11 +101,11 @@ class RemoteEngine(EngineBase):
         self.hung = False
 
     def load(self, options: dict[str, Any]) -> None:
-        """Let the process load a model with ``options``. Then call `loaded`, twice."""
-        with suppress(OSError):  # if it is gone, `loaded` says so
+        """Let the process load a model with ``options``. Then `wait_loaded`, twice."""
+        with suppress(OSError):  # if it is gone, `wait_loaded` says so
             self.link.sendall(as_frame(options))
 
-    def loaded(self) -> dict[str, Any]:
+    def wait_loaded(self) -> dict[str, Any]:
         """Wait for the next of two messages of loading. Raises what loading raised."""
         reply: dict[str, Any] | None = next(self.frames, None)
         if reply is None:
@@ -290,10 +290,10 @@ def load_remote(
     }
     try:
         engine.load(options)
-        engine.loaded()  # its folder, which is a checkpoint: we can read it meanwhile
+        engine.wait_loaded()  # its folder: we can read it meanwhile
         folder, config_data = path_of(path), open_config(path, random_weights)
         input_processor = InputProcessor.open(folder, config_data)
-        reply = engine.loaded()
+        reply = engine.wait_loaded()
     except BaseException:
         engine.shutdown(cancel=True)
         raise

@@ -68,7 +68,7 @@ class Core:
         # Beside the weights: the first grammar would stop everybody.
         prepared = self.pool.submit(lambda: self.input_processor.grammars.prepare())
         ranks = start_ranks(resolved, source.config, path, dtype, device, *random)
-        with ranks.loading():
+        with ranks.guard_load():
             self.engine, backend_reason, seconds = load_engine(
                 source, resolved, dtype, device, ranks
             )
@@ -145,12 +145,12 @@ class Core:
         """Run steps and send their events, until the engine ends."""
         self.engine.start()
         while not self.over:
-            self.collect(wait=not (self.events or self.answers))
+            self.drain_outgoing(wait=not (self.events or self.answers))
             self.send({})
         self.send({"dead": self.engine.dead and repr(self.engine.dead)})
 
-    def collect(self, wait: bool) -> None:
-        """Take all that is to be sent; events of one request are joined.
+    def drain_outgoing(self, wait: bool) -> None:
+        """Take all that waits to be sent; events of one request are joined.
 
         It waits for BEAT seconds at most: the server has to see that this process
         lives.
@@ -180,7 +180,7 @@ class Core:
             if ready:
                 data = data[self.link.send(data, socket.MSG_DONTWAIT) :]
             else:
-                self.collect(wait=False)
+                self.drain_outgoing(wait=False)
 
 
 def run_core(link: socket.socket) -> int:

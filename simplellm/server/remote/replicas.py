@@ -100,7 +100,9 @@ class Replicas(EngineBase):
         self.slots = [ReplicaSlot(spawn) for spawn in spawns]
         self.queue: queue.Queue[Event] = queue.Queue(MOST_EVENTS)
         self.events = EventStream(self._events())
-        self.phases = iter(range(2))  # of loading, as `RemoteEngine.loaded` has them
+        self.phases = iter(
+            range(2)
+        )  # of loading, as `RemoteEngine.wait_loaded` has them
         self.pool = ThreadPoolExecutor(2 * len(spawns))  # for questions to all of them
         self.slot_of: dict[int, ReplicaSlot] = {}  # of requests that haven't ended
         self.pending: dict[int, PendingRequest] = {}  # those that haven't begun
@@ -122,7 +124,7 @@ class Replicas(EngineBase):
                 daemon=True,
             ).start()
 
-    def loaded(self) -> dict[str, Any]:
+    def wait_loaded(self) -> dict[str, Any]:
         """Wait for the next message of all of loading. Raises what loading raised."""
         phase = next(self.phases)
         facts = [slot.loading[phase].result() for slot in self.slots]
@@ -161,8 +163,8 @@ class Replicas(EngineBase):
         if late:
             engine.shutdown(cancel=True)
         engine.load(options)
-        slot.set_loaded(0, engine.loaded())
-        facts = engine.loaded()
+        slot.set_loaded(0, engine.wait_loaded())
+        facts = engine.wait_loaded()
         engine.start()
         with self.lock:
             slot.ready = not self.closing
