@@ -20,6 +20,8 @@ from simplellm.checkpoint.families import family, qwen2, smollm3
 from simplellm.model import (
     attention,
     build,
+    dispatch,
+    family_rules,
     feed_forward,
     model,
     ops,
@@ -163,16 +165,16 @@ MISTAKES = {
             other_families.gated, "gate, up = gate_up", "up, gate = gate_up"
         ),
         "the next expert's down": Mutation(
-            feed_forward.experts, "mlp.down[place]", "mlp.down[place - 1]"
+            dispatch.experts, "mlp.down[local]", "mlp.down[local - 1]"
         ),
     },
     "Qwen3-MoE": {
         "norm_topk_prob ignored": Mutation(
-            feed_forward.experts, RULE, "route_among_all"
+            family_rules.routed, RULE, "route_among_all"
         ),
     },
     "Qwen3-MoE unnormed": {
-        "softmax after top-k": Mutation(feed_forward.experts, RULE, "route"),
+        "softmax after top-k": Mutation(family_rules.routed, RULE, "route"),
         "norm_topk_prob taken for true": Mutation(
             ROUTE,
             "expert_ids, top_shares",
@@ -247,9 +249,9 @@ MISTAKES = {
         ),
         "RoPE as well": Mutation(ROPE, "config.learned_positions", "False"),
         "GELU without tanh": Mutation(
-            feed_forward.activated,
+            family_rules.activated,
             "ACTIVATIONS[mlp.activation](first)",
-            "functional.gelu(first)",
+            "0.5 * first * (1 + (first / 2**0.5).erf())",
         ),
         "biases of q, k and v dropped": Mutation(
             CACHE, "x + attn.qkv_bias.float()", "x"

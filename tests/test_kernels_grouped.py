@@ -14,7 +14,7 @@ from simplellm.checkpoint.formats import SCHEMES
 from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.checkpoint.names import tensor_names
 from simplellm.checkpoint.scaled import E4M3, Scaled, join
-from simplellm.model import feed_forward, ops
+from simplellm.model import family_rules, feed_forward, ops
 from simplellm.model.build import build
 from simplellm.model.kernels.blocks import Dispatch
 from simplellm.model.kernels.fragments import prepare
@@ -159,7 +159,7 @@ def plain_product(
     weight = mlp.gate_up if scores is None else mlp.down
     weight = weight.float() if isinstance(weight, torch.Tensor) else weight
     y = feed_forward.linear(x.float(), weight[expert])
-    return (feed_forward.activated(y, mlp) if scores is None else y * scores).to(
+    return (family_rules.activated(y, mlp) if scores is None else y * scores).to(
         x.dtype
     )
 

@@ -6,7 +6,8 @@
 `fp8_cache.py` that with bytes for numbers, `host_pages.py` what goes to the host of it,
 `kv_gather.py` where decodes find theirs without a kernel, `offline_batch.py` one text
 by itself. The operations: `ops.py` in PyTorch, with `attention.py`, `feed_forward.py`
-and `other_families.py`, which gpt-oss does without; `ops_numpy.py` for small models on
+and `dispatch.py` of experts; `family_rules.py` chooses for a layer between gpt-oss's
+functions and `other_families.py`; `ops_numpy.py` for small models on
 a CPU; `kernels/` in Triton;
 `parallel.py` for one of several ranks, which choose tokens by `sharded_choice.py` and,
 on GPUs, talk by `nccl.py`. `rope.py` is how far positions turn, `rotations.py` tables

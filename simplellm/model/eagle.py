@@ -18,7 +18,8 @@ from torch.nn import functional
 from simplellm.base.config import ModelConfig
 from simplellm.checkpoint.eagle import HeadConfig
 from simplellm.checkpoint.mxfp4 import Weight
-from simplellm.model.feed_forward import dense, linear
+from simplellm.model.family_rules import dense
+from simplellm.model.feed_forward import linear
 from simplellm.model.layers import Attention, Dense
 from simplellm.model.model import Model
 from simplellm.model.ops import Ops, rms_norm

@@ -1,11 +1,11 @@
 """The operations of a forward pass in plain PyTorch: the reference, for any device.
 
 A table of operations (`Ops`) is what a model computes with. The functions here, in
-attention.py and in feed_forward.py are the plain table; `kernels.fused` has the same
-names and signatures. Arithmetic within an operation is float32 where it decides the
-result, whatever the dtype of x. In what order a product adds up a row, PyTorch's
-library decides, by the number of rows and the processor: a token's numbers are the same
-in any company but for rounding.
+attention.py, dispatch.py and feed_forward.py are the plain table; `kernels.fused` has
+the same names and signatures. Arithmetic within an operation is float32 where it
+decides the result, whatever the dtype of x. In what order a product adds up a row,
+PyTorch's library decides, by the number of rows and the processor: a token's numbers
+are the same in any company but for rounding.
 
 T packed tokens, B sequences, S positions, Q queries, V vocabulary, H query heads, K kv
 heads, G = H / K heads a group, D head_dim, E experts, k experts a token, I
@@ -24,7 +24,9 @@ from simplellm.base.noise import gumbel_noise
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.model.attention import attention, masked_attention
 from simplellm.model.batch import KVGroup
-from simplellm.model.feed_forward import dense, experts, linear
+from simplellm.model.dispatch import experts
+from simplellm.model.family_rules import dense
+from simplellm.model.feed_forward import linear
 from simplellm.model.layers import (
     Attention,
     Dense,
