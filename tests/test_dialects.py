@@ -510,6 +510,12 @@ def test_a_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(text)
     tokenizer, dialect = open_folder(tmp_path)
     assert tokenizer.decode(render(dialect, tokenizer, [USER], [])) == "1<|im_end|>"
+    (folder := tmp_path / "additional_chat_templates").mkdir()
+    (folder / "tool_use.jinja").write_text(named[1]["template"])
+    tokenizer, dialect = open_folder(tmp_path)
+    assert tokenizer.decode(render(dialect, tokenizer, [USER], [])) == "1<|im_end|>"
+    ids = render(dialect, tokenizer, [USER], [WEATHER])
+    assert tokenizer.decode(ids) == "<|im_end|>1"
 
 
 def test_base_models_have_no_chats(opened: Opened, tmp_path: Path) -> None:

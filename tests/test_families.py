@@ -164,7 +164,23 @@ def test_gemmas_scale_is_rounded_to_the_models_dtype(tmp_path: Path) -> None:
     assert not torch.equal(expected, (table.float() * 1152**0.5).bfloat16())
 
 
-def nested(data: dict[str, Any]) -> dict[str, Any]:
+def seeing_mistral(data: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of Mistral Small 3.1, which sees images."""
+    return {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "eos_token_id": [1, 7],
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+        "text_config": {key: data[key] for key in data if key != "architectures"},
+        "vision_config": {"model_type": "pixtral", "hidden_size": 3},
+    }
+
+
+def seeing_gemma(data: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a Gemma that sees images, without what is a default."""
     defaults = json.loads(transformers.Gemma3TextConfig().to_json_string())
     text = {key: value for key, value in data.items() if value != defaults.get(key)}
@@ -178,14 +194,21 @@ def nested(data: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_model_that_sees(prefix: str, theirs, tmp_path) -> None:
-    oracle = theirs("Gemma3")
+@pytest.mark.parametrize(
+    ("name", "seeing"), [("Gemma3", seeing_gemma), ("Mistral", seeing_mistral)]
+)
+def test_the_text_part_of_a_model_that_sees(
+    name: str, seeing: Any, prefix: str, theirs, tmp_path
+) -> None:
+    oracle = theirs(name)
     write(tmp_path, oracle.model)
-    change(tmp_path, nested)
+    change(tmp_path, seeing)
 
     def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         seen = {"vision_tower.vision_model.embeddings.weight": torch.zeros(3)}
         tensors = {k.replace("model.", prefix, 1): v for k, v in tensors.items()}
+        if "lm_head.weight" in tensors and not prefix.startswith("model."):
+            tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
         return tensors | seen | {"multi_modal_projector.weight": torch.zeros(2)}
 
     rewrite(tmp_path, renamed)
@@ -465,6 +488,10 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
     "HQQ": (
         "Llama", given(quantization_config={"quant_method": "hqq"}),
         "quantization_config.quant_method is 'hqq'",
+    ),
+    "MLX": (
+        "Llama", given(quantization={"bits": 4, "group_size": 64}),
+        "expected none, which is MLX's format: the weights",
     ),
     "GPTQ without bits": (
         "Qwen3", given(quantization_config={"quant_method": "gptq"}),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import TINY, config_json, write_checkpoint
 from models import CONFIG
+from safetensors.torch import save_file
 
 from simplellm import (
     LLM,
@@ -176,10 +177,15 @@ def test_what_cannot_be_loaded_says_so(call: Any, tmp_path: Path) -> None:
     pickle, empty = tmp_path / "model.pt", tmp_path / "empty"
     pickle.touch()
     empty.mkdir()
+    (adapter := tmp_path / "adapter").mkdir()
+    said = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    (adapter / "adapter_config.json").write_text(json.dumps(said))
+    save_file({"a": torch.zeros(1)}, adapter / "adapter_model.safetensors")
     for path, fault in {
         tmp_path / "absent": "does not exist; expected a checkpoint folder",
         pickle: "is one of the pickle files, which run code when loaded",
         empty: "is not a checkpoint; expected config.json",
+        adapter: "is an adapter .* of org/base; expected a whole model: .*merge_and_",
     }.items():
         with pytest.raises(CheckpointError, match=fault):
             call(path, device="cpu")

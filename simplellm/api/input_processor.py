@@ -101,7 +101,8 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError(
                 "this model has no tokenizer.json; expected prompts of token ids and "
-                "no stop strings"
+                "no stop strings. From older files, transformers makes one by "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         return self.tokenizer
 

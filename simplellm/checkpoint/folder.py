@@ -12,6 +12,7 @@ from simplellm.base.config import (
     ModelConfig,
     check_kind,
     end_token_ids,
+    read_json,
     reraise_as,
 )
 from simplellm.base.files import Folder, SmallFiles
@@ -25,6 +26,7 @@ from simplellm.checkpoint.packages import find_packaged, sampling_of
 from simplellm.text.tokenizer import Tokenizer
 
 EMBEDDED = Path(str(package_files("simplellm"))) / "embedded"
+ADAPTER = "adapter_config.json"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -55,7 +57,7 @@ def only_gguf(folder: Path) -> Path | None:
 
 
 def check_downloaded(model: str | Path | None) -> Path:
-    """`path_of`. A hub's name raises CheckpointError: how to get it."""
+    """`path_of`. Raises CheckpointError for a hub's name or an adapter: what to do."""
     path = path_of(model)
     name = f"openai/{model}" if str(model) in MODELS else str(model)
     if not path.exists() and HUB_NAME.fullmatch(name):
@@ -64,6 +66,14 @@ def check_downloaded(model: str | Path | None) -> Path:
             f"{model}: does not exist; expected the folder of a checkpoint. If it is "
             f"on the Hugging Face hub, download it first: hf download {name} "
             f"--local-dir {local}, and then give {local}"
+        )
+    adapter = path / ADAPTER
+    if adapter.is_file() and not (path / "config.json").is_file():
+        with reraise_as(CheckpointError, adapter):
+            base = read_json(adapter).get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{path}: is an adapter (LoRA) of {base}; expected a whole model: peft's "
+            "merge_and_unload adds it to the weights of that one"
         )
     return path
 

@@ -62,6 +62,8 @@ def family_config(data: Data) -> ModelConfig:
     expected += "folder that it lies in has the same weights"
     layout = "rope_scaling_factor" in data and "model_type" not in data
     expect(not layout, "the layout", "original", expected)
+    expected = "none, which is MLX's format: the weights that it was made of run here"
+    expect(not data.get("quantization"), "quantization", "given", expected)
     one_of("model_type", data.get("model_type"), tuple(FAMILIES))
     config = FAMILIES[data["model_type"]].config(data)
     old = data.get("compression_config")  # compressed-tensors' own field once

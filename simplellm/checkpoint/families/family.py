@@ -72,6 +72,13 @@ HARMLESS = frozenset(
 # Such as _name_or_path and _attn_implementation_autoset, and what only trains.
 PRIVATE = re.compile(r"^_|dropout$|_pdrop$|^summary_")
 
+# Spellings of the tensors of a model that sees images, too; only its text part runs.
+TEXT_PART = (
+    (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
+    (r"^model\.language_model\.", "model."),
+    (r"^language_model\.", ""),
+)
+
 
 @dataclass(frozen=True)
 class Family:

@@ -7,7 +7,7 @@ from typing import Any
 
 from simplellm.base.config import MAX_SIZE, check_number, expect, one_of
 from simplellm.checkpoint.families.decoder import MLP, QK_NORMS, decoder, layered
-from simplellm.checkpoint.families.family import Data, Family
+from simplellm.checkpoint.families.family import TEXT_PART, Data, Family
 
 
 def local_theta(data: Data) -> Any:
@@ -83,9 +83,5 @@ GEMMA3 = Family(
             for n in ("index", "id")
         ),
     ),
-    spellings=(
-        (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
-        (r"^model\.language_model\.", "model."),
-        (r"^language_model\.", ""),
-    ),
+    spellings=TEXT_PART,
 )

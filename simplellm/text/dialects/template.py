@@ -33,6 +33,8 @@ from simplellm.text.dialects.sandbox import (
 from simplellm.text.harmony import EFFORTS, Message, Tool
 from simplellm.text.tokenizer import Tokenizer, TokenizerError
 
+TOOL_USE = "tool_use"  # what a template is called that is for chats with tools
+
 
 @dataclass(frozen=True)
 class TemplateSource:
@@ -63,6 +65,8 @@ class TemplateSource:
             return None
         if isinstance(given, str):
             given = [{"name": "default", "template": given}]
+            beside = files.text(f"additional_chat_templates/{TOOL_USE}.jinja")
+            given += [] if beside is None else [{"name": TOOL_USE, "template": beside}]
         with reraise_any_as(ConfigError, path):
             expected = "text or a list of named ones"
             expect_type("a chat template", given, list, expected)
@@ -129,7 +133,7 @@ class ChatTemplate:
         template cannot write, or refuses.
         """
         one_of("reasoning_effort", reasoning_effort, EFFORTS)
-        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        name = TOOL_USE if tools and TOOL_USE in self.templates else "default"
         one_of("a chat template", name, [*self.templates])
         expected = "none: this model's chat template has no place for tools"
         named = [tool.name for tool in tools]
