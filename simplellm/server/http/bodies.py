@@ -103,7 +103,7 @@ EFFORTS |= dict.fromkeys(("", "auto", "default"), "medium")
 
 
 NUMBERS = (int, float, int | None, float | None)  # annotations of fields
-SWITCHES = (bool, bool | None)  # likewise
+BOOLEANS = (bool, bool | None)  # likewise
 # A number that may stand in quotes.
 QUOTED_NUMBER = re.compile(r"-?(\d{1,15}\.?\d{0,15}|\.\d{1,15})([eE][+-]?\d{1,2})?")
 
@@ -207,7 +207,7 @@ class Body(Part):
         context = info.context or STRICT
         known = cls.known()
         if not context.strict:
-            switches, numbers = cls.fields_of(SWITCHES), cls.fields_of(NUMBERS)
+            switches, numbers = cls.fields_of(BOOLEANS), cls.fields_of(NUMBERS)
             given = {
                 key: said_switch(value) if key in switches else value
                 for key, value in data.items()
