@@ -231,6 +231,14 @@ def read_json(path: str | Path) -> dict[str, Any]:
     raise ConfigError(wrong)
 
 
+def nesting(value: Any) -> int:
+    """How deep lists and dicts are nested in parsed JSON. Raises RecursionError."""
+    if not isinstance(value, dict | list):
+        return 0
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(nesting, inside), default=0)
+
+
 def end_token_ids(data: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """The ids that ``eos_token_id`` names: one, a list of them, or none.
 

@@ -124,7 +124,6 @@ class Checkpoint:
         return [decode_weight(form, views[start : start + count]) for start in starts]
 
     def names(self) -> list[str]:
-        """Our names of all tensors, in the model's order."""
         return list(self._stored)
 
     def stored(self, ours: str) -> list[TensorInfo]:
@@ -392,7 +391,6 @@ class RandomCheckpoint:
         self.seed, self._shapes = seed, tensor_shapes(config)
 
     def names(self) -> list[str]:
-        """Our names of all tensors, in the model's order."""
         return list(self._shapes)
 
     def __getitem__(self, ours: str) -> Weight:

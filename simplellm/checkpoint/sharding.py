@@ -260,7 +260,6 @@ class ShardedSource:
         return self.source.files
 
     def names(self) -> list[str]:
-        """Our names of all tensors, in the model's order."""
         return self.source.names()
 
     def stored(self, ours: str) -> list[TensorInfo]:

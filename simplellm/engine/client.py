@@ -95,7 +95,6 @@ class EngineBase:
         self.pid = os.getpid()
 
     def check_process(self) -> None:
-        """Raise EngineError in a fork of the engine's process."""
         if os.getpid() != self.pid:
             raise EngineError(
                 f"this LLM belongs to process {self.pid} and does not work in "
@@ -104,7 +103,6 @@ class EngineBase:
             )
 
     def check(self) -> None:
-        """Raise EngineError if the engine cannot answer any more."""
         self.check_process()
         if self.dead is not None:
             raise failure("the engine died", self.dead)
@@ -116,5 +114,4 @@ class EngineBase:
             raise EngineError("this LLM is closed; expected one that is open")
 
     def health(self) -> dict[str, dict[str, int]]:
-        """Extra fields for /health; empty by default."""
         return {}

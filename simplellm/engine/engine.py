@@ -166,10 +166,6 @@ class Engine(EngineBase):
     # From here on: what other threads call, and the thread that calls step().
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, each with an id of its own, and their siblings.
-
-        Raises QueueFullError or EngineError and then has taken none of them.
-        """
         self.check_process()  # first: a fork may have copied the lock as it was, taken
         with self.lock:
             self.check_open()
@@ -186,11 +182,9 @@ class Engine(EngineBase):
         self.inbox.put(None)
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
-        """End a request soon, from any thread or finalizer."""
         self.inbox.put((request_id, reason))
 
     def stats(self) -> Stats:
-        """How the engine is doing. Raises EngineError if it is dead."""
         self.check()
         with self.lock:
             return self.meter.stats(self.scheduler)
@@ -227,7 +221,6 @@ class Engine(EngineBase):
         self.thread = thread  # now others may wait for its end
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
-        """Take no more requests; finish those there are, or ``cancel`` them now."""
         if os.getpid() != self.pid:
             return
         self.closing = True

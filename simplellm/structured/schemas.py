@@ -14,6 +14,8 @@ from reprlib import repr as short
 from typing import Any
 from urllib.parse import unquote
 
+from simplellm.base.config import nesting
+
 # Keywords that say what an instance must be, and that llguidance can't do, or not at
 # all places. The last one is its own, and would loosen what others say.
 UNSUPPORTED = frozenset(
@@ -131,14 +133,6 @@ def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
     return {kind for kind in some if isinstance(kind, str)} or None
 
 
-def nesting(value: Any) -> int:
-    """How deep lists and objects are nested in a value. Raises RecursionError."""
-    if not isinstance(value, dict | list):
-        return 0
-    inside = value.values() if isinstance(value, dict) else value
-    return 1 + max(map(nesting, inside), default=0)
-
-
 def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
     """The direct subschemas of a schema, with their paths."""
     for key in SINGLE:
@@ -192,7 +186,7 @@ def levels_of(schema: Any, path: str) -> list[list[Place]]:
 
 
 def target_of(root: Any, pointer: Any) -> Any:
-    """The schema inside ``root`` that a  names; None if there is none."""
+    """The schema inside ``root`` that a $ref names; None if there is none."""
     first, *words = pointer.split("/") if isinstance(pointer, str) else [""]
     target = root if first == "#" else None
     for word in map(unquote, words):
@@ -207,7 +201,7 @@ def target_of(root: Any, pointer: Any) -> Any:
 def circle_of(
     schemas: Sequence[Mapping[str, Any]], root: Any
 ) -> Mapping[str, Any] | None:
-    """A schema whose  leads back to it without descending into the value.
+    """A schema whose $ref leads back to it without descending into the value.
 
     None if there is none. Such a schema would have no end.
     """
@@ -385,7 +379,7 @@ def drop_empty_keywords(schema: dict[str, Any], root: Any) -> None:
     """Delete the keywords of one schema that mean nothing where they stand.
 
     Generators write such keywords everywhere. An id in a subschema only names it, and
-    nothing here uses the name, unless there is a  below it that is relative to it.
+    nothing here uses the name, unless there is a $ref below it that is relative to it.
     """
     for key in [key for key in schema if key in UNSUPPORTED]:
         value = schema[key]
@@ -405,7 +399,7 @@ def drop_empty_keywords(schema: dict[str, Any], root: Any) -> None:
 
 
 def has_ref(schema: dict[str, Any]) -> bool:
-    """Whether there is a  in a schema or its subschemas."""
+    """Whether there is a $ref in a schema or its subschemas."""
     return any("$ref" in one for _, one in chain(*levels_of(schema, "")))
 
 
@@ -443,10 +437,10 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
 def problem_of(root: Any, where: str) -> str | None:
     """The first problem of a schema, or None. Raises RecursionError.
 
-    The search goes where llguidance goes, through each  once; the levels of all that
-    these lead to add up, since they may nest. A schema without a problem is rewritten
-    in place, in words that llguidance does right. A schema that no finite text fits is
-    not found here: a model follows it for as many tokens as it may.
+    The search goes where llguidance goes, through each $ref once; the levels of all
+    that these lead to add up, since they may nest. A schema without a problem is
+    rewritten in place, in words that llguidance does right. A schema that no finite
+    text fits is not found here: a model follows it for as many tokens as it may.
     """
     if not isinstance(root, dict):
         return f"{where} is {short(root)}; expected an object"

@@ -73,7 +73,6 @@ class GGUFCheckpoint:
 
     @property
     def files(self) -> Sequence[Path]:
-        """The files that hold the weights."""
         return list(self.container.data)
 
     @property
@@ -82,11 +81,9 @@ class GGUFCheckpoint:
         return False
 
     def names(self) -> list[str]:
-        """Our names of all tensors, in the model's order."""
         return list(self._names)
 
     def stored(self, ours: str) -> list[TensorInfo]:
-        """What is in the file for the tensor that we call ``ours``."""
         tensors = (self.container.tensors[name] for name in self._names[ours])
         return [
             TensorInfo(t.name, t.type, t.shape, t.nbytes, t.file, t.offset)

@@ -16,6 +16,7 @@ import orjson
 
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
+from simplellm.base.config import nesting
 from simplellm.server.anthropic.blocks import RAW
 from simplellm.server.anthropic.messages_body import CountBody, MessageBody
 from simplellm.server.http import response_schemas
@@ -33,19 +34,11 @@ MOST_LEVELS = 100  # of an input; the client's parser for streams takes 200 in a
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 
 
-def levels(data: Any) -> int:
-    """How deep lists and objects are nested in parsed JSON. Raises RecursionError."""
-    if not isinstance(data, dict | list):
-        return 0
-    inside = data.values() if isinstance(data, dict) else data
-    return 1 + max(map(levels, inside), default=0)
-
-
 def input_json(text: str) -> str:
     """A call's arguments as the JSON of an object; none at all are an empty one."""
     try:
         arguments = orjson.loads(text or "{}")
-        if isinstance(arguments, dict) and levels(arguments) <= MOST_LEVELS:
+        if isinstance(arguments, dict) and nesting(arguments) <= MOST_LEVELS:
             return text or "{}"
     except (ValueError, RecursionError):
         pass

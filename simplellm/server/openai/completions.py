@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, TypeAdapter, WithJsonSchema
 
 from simplellm.api.chat_options import as_format, text_constraint
 from simplellm.api.input_processor import MAX_SAMPLES, as_prompts
@@ -32,17 +32,7 @@ from simplellm.server.http.endpoint import (
 from simplellm.server.openai.chat_body import with_format
 from simplellm.server.openai.logprobs import LegacyLogprobs, prompt_logprobs
 
-SOME_PROMPT = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": {"type": "integer"}},
-        {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "integer"}},
-        },
-    ]
-}
+SOME_PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()
 MAX_TOKENS = 16  # OpenAI's default, which clients of this endpoint rely on
 
 

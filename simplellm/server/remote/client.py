@@ -101,12 +101,10 @@ class RemoteEngine(EngineBase):
         self.hung = False
 
     def load(self, options: dict[str, Any]) -> None:
-        """Let the process load a model with ``options``. Then `wait_loaded`, twice."""
         with suppress(OSError):  # if it is gone, `wait_loaded` says so
             self.link.sendall(as_frame(options))
 
     def wait_loaded(self) -> dict[str, Any]:
-        """Wait for the next of two messages of loading. Raises what loading raised."""
         reply: dict[str, Any] | None = next(self.frames, None)
         if reply is None:
             wrong = f"the engine's process {self._end()} while it loaded"
@@ -122,11 +120,6 @@ class RemoteEngine(EngineBase):
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, each with an id of its own, and their siblings.
-
-        Raises EngineError, and then has queued none of them. If too many wait, each
-        gets that as its first event.
-        """
         self.check_process()
         every = [
             one.request_id for first in requests for one in (first, *first.siblings)
@@ -138,11 +131,9 @@ class RemoteEngine(EngineBase):
             self.outgoing.put(frame)
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
-        """End a request soon, from any thread or finalizer."""
         self.outgoing.put(as_frame(["abort", request_id, reason]))
 
     def stats(self) -> Stats:
-        """The engine's `Stats`. Raises EngineError if it can't answer."""
         return Stats(**self._call("stats"))
 
     def snapshot(self) -> Snapshot:
@@ -151,11 +142,9 @@ class RemoteEngine(EngineBase):
         return snapshot
 
     def compile(self, text: str) -> Grammar:
-        """A grammar that the engine's process keeps. Raises GrammarError."""
         return Grammar(self._call("compile", text), None)
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
-        """Take no more requests; finish the running ones, or ``cancel`` them now."""
         if os.getpid() != self.pid:
             return
         self.closing = True

@@ -125,7 +125,6 @@ class Replicas(EngineBase):
             ).start()
 
     def wait_loaded(self) -> dict[str, Any]:
-        """Wait for the next message of all of loading. Raises what loading raised."""
         phase = next(self.phases)
         facts = [slot.loading[phase].result() for slot in self.slots]
         first: dict[str, Any] = facts[0]
@@ -174,11 +173,6 @@ class Replicas(EngineBase):
     # Requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, each with an id of its own, and their siblings.
-
-        Raises EngineError, and then has queued none of them. If too many wait, each
-        gets that as its first event.
-        """
         self.check_open()
         for first in requests:
             pending = PendingRequest(first)
@@ -191,7 +185,6 @@ class Replicas(EngineBase):
                 expect_one([])
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
-        """End a request soon, from any thread or finalizer."""
         self.pending.pop(request_id, None)  # so that nobody tries it again
         slot = self.slot_of.get(request_id)
         if slot is not None and slot.engine is not None:
@@ -260,7 +253,6 @@ class Replicas(EngineBase):
     # Questions to all of them
 
     def check(self) -> None:
-        """Raise EngineError if no engine can answer now."""
         super().check()
         self._ready()
 
@@ -332,11 +324,9 @@ class Replicas(EngineBase):
         return whole
 
     def compile(self, text: str) -> Grammar:
-        """A grammar that each engine's process keeps. Raises GrammarError."""
         return self._call_all(lambda engine: engine.compile(text))[0][1]
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
-        """Take no more requests; finish the running ones, or ``cancel`` them now."""
         if os.getpid() != self.pid:
             return
         with self.lock:
