@@ -154,7 +154,7 @@ def answer_question(
 @app.command("chat", help=CHAT_HELP)
 def hold_chat(
     ctx: typer.Context,
-    model: options.ChatModel = None,
+    model: options.ModelArgument = None,
     reasoning_effort: options.Effort = "medium",
     developer: options.Developer = None,
     calculator: options.Calculator = False,

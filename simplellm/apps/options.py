@@ -13,7 +13,7 @@ KNOWN_MODELS = "A checkpoint's folder, a .gguf file, or smollm2"
 ModelFolder = Annotated[
     str | None, typer.Option(metavar="MODEL", help=f"{KNOWN_MODELS}.  [embedded]")
 ]
-ChatModel = Annotated[
+ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL", help=f"{KNOWN_MODELS}.  [embedded]", show_default=False

@@ -9,12 +9,12 @@ import typer
 
 from simplellm.apps.install import ensure_installed
 from simplellm.apps.options import (
-    KNOWN_MODELS,
     CacheBytes,
     CPUCacheBytes,
     Drafts,
     DType,
     KVCacheDType,
+    ModelArgument,
     ParallelSize,
     Speculative,
     Where,
@@ -37,12 +37,6 @@ if TYPE_CHECKING:
 MAX_REPLICAS = 64
 EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
 
-ServedModel = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL", help=f"{KNOWN_MODELS}.  [embedded]", show_default=False
-    ),
-]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[
     int, typer.Option(help="Its port; 0 takes a free one.", min=0, max=65535)
@@ -125,7 +119,7 @@ def served_name(model: str | None) -> str:
 
 
 def serve_model(
-    model: ServedModel = None,
+    model: ModelArgument = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key: Key = None,
