@@ -97,7 +97,7 @@ def test_walks_over_many_tokens_end_in_what_fits() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_many_random_walks_end_in_what_fits() -> None:
-    count = walked(1500)
+    count = walked(750)
     assert count["fits"] > 0.3 * count.total(), count
     # Definitions that hold themselves twice, so that no text of theirs ever ends.
     assert count["too much at once"] < 0.003 * count.total(), count

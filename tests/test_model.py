@@ -96,7 +96,7 @@ def test_any_schedule_gives_the_recomputed_logits(
     table=st.sampled_from(sorted(TABLES)),
     page_size=st.integers(1, 70),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_many_schedules_give_the_recomputed_logits(
     models: Any, data: st.DataObject, name: str, table: str, page_size: int
 ) -> None:

@@ -165,7 +165,7 @@ def test_random_tokens_never_fail(llm: LLM) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("part", range(1, 7))
+@pytest.mark.parametrize("part", range(1, 4))
 def test_random_tokens_never_fail_at_length(llm: LLM, part: int) -> None:
     babble_through(llm, 10**6 * part, 100)
 

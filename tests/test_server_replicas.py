@@ -396,7 +396,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", KINDS)
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/responses", pytest.param("/v1/messages", marks=pytest.mark.exhaustive)],
+)
 def test_every_kind_of_answer_begins_again(
     both: LLM, served: Served, path: str
 ) -> None:
@@ -457,7 +460,9 @@ def test_whoever_leaves_ends_the_requests(both: LLM) -> None:
     until(lambda: not any(slot.load for slot in replicas_of(both).slots))
 
 
-@pytest.mark.parametrize("cancel", [False, True])
+@pytest.mark.parametrize(
+    "cancel", [False, pytest.param(True, marks=pytest.mark.exhaustive)]
+)
 def test_the_end_of_all(folder: Path, cancel: bool) -> None:
     """Closed, they finish; with ``cancel`` they end now."""
     llm = together(folder)

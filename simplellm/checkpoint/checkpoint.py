@@ -6,6 +6,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from reprlib import repr as short
 
@@ -417,15 +418,17 @@ class RandomCheckpoint:
         tensor.normal_(std=std, generator=generator)
         return encode_weight(form, tensor) if form else tensor
 
+    @cached_property
+    def _stored(self) -> dict[str, dict[str, Shape]]:
+        return stored_shapes(self.config)
+
     def stored(self, ours: str) -> list[TensorInfo]:
         """What a file of ordinary numbers in ``dtype`` and of formats would hold."""
         form = self.config.formats.get(ours)
         plain = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
         kinds = [kinds[0] for kinds in form.kinds] if form else [plain]
         infos = []
-        for number, (name, shape) in enumerate(
-            stored_shapes(self.config)[ours].items()
-        ):
+        for number, (name, shape) in enumerate(self._stored[ours].items()):
             kind = kinds[number % len(kinds)]
             size = math.prod(shape) * DTYPES[kind].itemsize
             infos.append(TensorInfo(name, kind, shape, size, Path(), 0))

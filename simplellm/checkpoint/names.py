@@ -7,7 +7,7 @@ positions. A weight's output axis comes before its input axis.
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from simplellm.base.config import BLOCK, ModelConfig, expect
 
@@ -23,12 +23,10 @@ class Name(NamedTuple):
     turned: bool = False  # [in, out] in a file, if it is not packed
 
     def at(self, layer: int) -> "Name":
-        here: dict[str, Any] = {
-            field: text.replace("{n}", str(layer))
-            for field, text in self._asdict().items()
-            if isinstance(text, str)
-        }
-        return self._replace(**here)
+        ours, stored = (
+            name.replace("{n}", str(layer)) for name in (self.ours, self.stored)
+        )
+        return self._replace(ours=ours, stored=stored)
 
 
 # Attention is split by its heads (of QKV each part for itself), experts by their
