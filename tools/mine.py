@@ -5,7 +5,7 @@ is right, in the place of ours. What a function needs of the reader's chapter be
 imports and helpers, comes along. Each is checked once more where it stands now, in the
 copy, and ours comes back if it is not right there. The functions are those of a whole
 workbook (`ask`, for `make mine`) or of one notebook (`ask_here`, for `run_mine`), which
-for some appendices also has what `lessons.py` adds.
+for some appendices also has what `appendices.py` adds.
 
     python tools/mine.py PROMPTS HOW YOURS OURS    in a process that imports the copy
 
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import cells
 import course
+from appendices import ANSWER, NEEDED, How, form_of, placed
 from blanks import (
     CHAPTERS,
     ENGINE,
@@ -56,7 +57,6 @@ from blanks import (
     written,
 )
 from cells import Cell, committed
-from lessons import ANSWER, NEEDED, How, form_of, placed, text_of_lesson
 
 HIGH: dict[str, Any] = {"reasoning_effort": "high"}  # for the embedded model
 SHORT: dict[str, Any] = {"temperature": 0, "max_tokens": 12}  # for any other
@@ -174,6 +174,33 @@ def copy_package(target: Path) -> None:
     shutil.copytree(ROOT / "simplellm", target, ignore=ignored, dirs_exist_ok=True)
 
 
+def text_of_appendix(contents: list[Cell], roots: set[str]) -> str:
+    """The module of a page: ``roots`` in our versions, and what they need."""
+    offered: dict[str, str] = {}
+    module = ""
+    for cell in contents:
+        directives = cell.directives()
+        module = directives.get("default_exp", module)
+        if cell.folded or cell.checks or {"blank", "exercise"} & {*directives}:
+            continue
+        with contextlib.suppress(SyntaxError):  # a page's cells may await
+            for name, code in bindings(cell.body).items():
+                if "export" in directives:
+                    home = directives["export"] or module
+                    code = f"from simplellm.{home} import {name}"
+                elif name in offered and code.startswith(f"class {name}({name})"):
+                    (target,) = definitions(code, name)
+                    code = with_members(offered[name], target, code)
+                offered[name] = code
+    needed, waiting = set[str](), [*roots]
+    while waiting:
+        name = waiting.pop()
+        if name in offered and name not in needed:
+            needed.add(name)
+            waiting += used(offered[name])
+    return "\n\n".join(dict.fromkeys(offered[n] for n in offered if n in needed)) + "\n"
+
+
 class Part(NamedTuple):
     """A function of the reader's for the engine."""
 
@@ -182,17 +209,17 @@ class Part(NamedTuple):
     chapter: list[Cell]  # that the cell stands in
 
 
-def build(folder: Path, parts: list[Part], lesson: str = "") -> dict[str, str]:
+def build(folder: Path, parts: list[Part], appendix: str = "") -> dict[str, str]:
     """Write the package into ``folder``; by name, why a part is not in it.
 
-    What the page ``lesson`` has besides becomes a module of it.
+    What the page ``appendix`` has besides becomes a module of it.
     """
     copy_package(folder / "simplellm")
-    if lesson:
-        blanks = [b for b in engine_blanks(lesson) if b.chapter == lesson]
-        own = [b for b in blanks if "simplellm.lessons." in b.module]
-        contents = cells.cells(committed(CHAPTERS / f"{lesson}.md"))
-        text = text_of_lesson(contents, {b.root for b in own} | NEEDED[lesson])
+    if appendix:
+        blanks = [b for b in engine_blanks(appendix) if b.chapter == appendix]
+        own = [b for b in blanks if "simplellm.appendices." in b.module]
+        contents = cells.cells(committed(CHAPTERS / f"{appendix}.md"))
+        text = text_of_appendix(contents, {b.root for b in own} | NEEDED[appendix])
         path = folder / f"{own[0].module.replace('.', '/')}.py"
         path.parent.mkdir()
         path.write_text(text, encoding="utf-8")
@@ -223,7 +250,7 @@ def run(
     parts and the blanks ``ours``. Raises WorkbookError if the engine does not run.
     """
     while True:
-        out = build(folder, parts, how.lesson)
+        out = build(folder, parts, how.appendix)
         parts = [part for part in parts if part.blank.name not in out]
         yours = [part.blank.name for part in parts]
         given = map(json.dumps, (prompts, how, yours, [*ours, *out]))
@@ -275,9 +302,9 @@ def ask(folder: Path, results: list[Result], prompt: str) -> None:
     run(folder / ENGINE, parts, [], [prompt], How())
 
 
-def engine_blanks(lesson: str) -> list[Blank]:
-    """All blanks, with their modules in a copy that the page ``lesson`` asks."""
-    return [placed(blank, lesson) for blank in course_blanks()]
+def engine_blanks(appendix: str) -> list[Blank]:
+    """All blanks, with their modules in a copy that the page ``appendix`` asks."""
+    return [placed(blank, appendix) for blank in course_blanks()]
 
 
 def ask_here(
@@ -295,11 +322,11 @@ def ask_here(
     chapter = [Cell(source) for source in names["In"]]
     checked = {cell.checks for cell in chapter}
     pages = {blank.chapter for blank in course_blanks() if blank.name in checked}
-    lesson = next(iter(pages & NEEDED.keys()), "")
-    if form is not None and not lesson.startswith("b-"):
+    appendix = next(iter(pages & NEEDED.keys()), "")
+    if form is not None and not appendix.startswith("b-"):
         raise ValueError("form is for the notebook of appendix B, whose masks hold it")
-    how = How(lesson, model, "" if form is None else form_of(form))
-    blanks = [blank for blank in engine_blanks(lesson) if blank.name in checked]
+    how = How(appendix, model, "" if form is None else form_of(form))
+    blanks = [blank for blank in engine_blanks(appendix) if blank.name in checked]
     sources = {blank.name: source_of(names.get(blank.root), blank) for blank in blanks}
     yours = fit([blank for blank in blanks if sources[blank.name]])
     ours = [b.name for b in blanks if b.module and not sources[b.name]]
@@ -348,7 +375,7 @@ def code_of(blank: Blank) -> CodeType | None:
 
 def recheck(names: list[str], how: How) -> dict[str, str]:
     """What the checks say of ``names`` in the package that this process imports."""
-    blanks = {blank.name: blank for blank in engine_blanks(how.lesson)}
+    blanks = {blank.name: blank for blank in engine_blanks(how.appendix)}
     reasons: dict[str, str] = {}
     for name in names:
         try:
@@ -365,7 +392,7 @@ def answer(
     """The engine's answers, and how often it called each of ``names``."""
     from simplellm import LLM, EngineConfig
 
-    blanks = [blank for blank in engine_blanks(how.lesson) if blank.name in names]
+    blanks = [blank for blank in engine_blanks(how.appendix) if blank.name in names]
     codes = {code_of(blank): blank.name for blank in blanks}
     calls: Counter[str] = Counter()
 
@@ -389,7 +416,7 @@ def answer(
     start = partial(LLM, config=config, device=device)
     threading.setprofile(count)
     sys.setprofile(count)
-    said = ANSWER.get(how.lesson, answer_chats)(how, prompts, start, options)
+    said = ANSWER.get(how.appendix, answer_chats)(how, prompts, start, options)
     sys.setprofile(None)
     threading.setprofile(None)
     return said, calls

@@ -15,11 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import appendices
 import blanks
 import cells
 import course
 import jupytext
-import lessons
 import mine
 import pytest
 import workbook
@@ -379,14 +379,14 @@ def test_two_ranks_run_the_readers_function(
     assert len([*tmp_path.iterdir()]) == 2
 
 
-def lesson_notebook(chapter: str, *own: str) -> dict[str, Any]:
+def appendix_notebook(chapter: str, *own: str) -> dict[str, Any]:
     """The names of an appendix's notebook with blanks ``own`` written by a reader."""
     path = ROOT / f"chapters/{chapter}.md"
     roots = {blank.root for blank in BLANKS if blank.chapter == chapter}
     contents = cells.read(path)
     more = {"RESULT"} if chapter.startswith("b-") else set()
     names: dict[str, Any] = {}
-    blanks.run(lessons.text_of_lesson(contents, roots | more), "our lesson", names)
+    blanks.run(mine.text_of_appendix(contents, roots | more), "our appendix", names)
     kept = {blank.name: f"#| blank {blank.name}\n{blank.kept}" for blank in BLANKS}
     for blank in BLANKS:
         if blank.name in own and blank.module:
@@ -428,7 +428,7 @@ def test_an_appendix_is_asked_through_what_its_reader_wrote(
     chapter: str, own: tuple[str, ...], calls: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A client and a server, masks in an engine's steps, families and formats."""
-    names = lesson_notebook(chapter, *own)
+    names = appendix_notebook(chapter, *own)
     form = None
     if chapter.startswith("b-"):
         form = names["RESULT"]
@@ -445,7 +445,7 @@ def test_a_form_is_for_the_page_that_has_masks() -> None:
     with pytest.raises(ValueError, match="appendix B"):
         mine.ask_here(notebook(), [PROMPT], form=("byte", frozenset([7])))
     with pytest.raises(ValueError, match="has a rule"):
-        lessons.form_of(("many", ("rule", notebook)))
+        appendices.form_of(("many", ("rule", notebook)))
 
 
 def test_a_notebook_without_a_real_model_says_how_to_get_it(

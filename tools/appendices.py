@@ -1,9 +1,8 @@
-"""What appendices A, B and C have besides the package, for an engine's copy.
+"""How appendices A, B and C ask an engine, so that it calls what they have written.
 
-`text_of_lesson` writes the blanks of a page that belong to no module of the package as
-a module of their own, `simplellm.lessons`, in which `mine.py` puts the reader's in the
-place of ours. `ANSWER` says how an engine is asked so that it calls them: through the
-page's server and its client, under its masks, or in its families and formats.
+`mine.py` makes a module of a page's blanks that belong to none of the package. `ANSWER`
+asks with it: through the page's server and its client, under its masks, or in its
+families and formats.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -22,8 +21,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from blanks import Blank, bindings, used
-from cells import Cell
+from blanks import Blank
 
 # Beside a page's blanks, what an engine is asked with.
 NEEDED = {
@@ -61,53 +59,21 @@ KINDS: dict[str, dict[str, Any]] = {
 class How(NamedTuple):
     """How an engine is asked; all of it is JSON."""
 
-    lesson: str = ""  # the page, one of NEEDED
+    appendix: str = ""  # the page, one of NEEDED
     model: str | None = None
     form: str = ""  # that answers have to fit, as Python writes it
 
 
-# The module
-
-
-def placed(blank: Blank, lesson: str) -> Blank:
+def placed(blank: Blank, appendix: str) -> Blank:
     """``blank`` in the module that a copy has it in while its page is asked."""
-    if blank.module or blank.chapter != lesson:
+    if blank.module or blank.chapter != appendix:
         return blank
-    return blank._replace(module=f"simplellm.lessons.{lesson.replace('-', '_')}")
+    return blank._replace(module=f"simplellm.appendices.{appendix.replace('-', '_')}")
 
 
-def text_of_lesson(contents: list[Cell], roots: set[str]) -> str:
-    """The module of a page: ``roots`` in our versions, and what they need."""
-    from mine import definitions, with_members
-
-    offered: dict[str, str] = {}
-    module = ""
-    for cell in contents:
-        directives = cell.directives()
-        module = directives.get("default_exp", module)
-        if cell.folded or cell.checks or {"blank", "exercise"} & {*directives}:
-            continue
-        with suppress(SyntaxError):  # a page's cells may await
-            for name, code in bindings(cell.body).items():
-                if "export" in directives:
-                    home = directives["export"] or module
-                    code = f"from simplellm.{home} import {name}"
-                elif name in offered and code.startswith(f"class {name}({name})"):
-                    (target,) = definitions(code, name)
-                    code = with_members(offered[name], target, code)
-                offered[name] = code
-    needed, waiting = set[str](), [*roots]
-    while waiting:
-        name = waiting.pop()
-        if name in offered and name not in needed:
-            needed.add(name)
-            waiting += used(offered[name])
-    return "\n\n".join(dict.fromkeys(offered[n] for n in offered if n in needed)) + "\n"
-
-
-def lesson_of(how: How) -> Any:
+def appendix_of(how: How) -> Any:
     """The module, in the process that imports the copy."""
-    return import_module(f"simplellm.lessons.{how.lesson.replace('-', '_')}")
+    return import_module(f"simplellm.appendices.{how.appendix.replace('-', '_')}")
 
 
 def as_chat(prompt: str) -> list[dict[str, str]]:
@@ -120,9 +86,9 @@ def as_chat(prompt: str) -> list[dict[str, str]]:
 class Replies:
     """One reply by the page's `read_async`, which waits in the page's `Mailbox`."""
 
-    def __init__(self, lesson: Any, delivery: Any, request: Any, reply: Any) -> None:
-        self.reply, self.box, self.ended = reply, lesson.Mailbox(), False
-        self.parts = lesson.read_async(delivery, request, reply)
+    def __init__(self, appendix: Any, delivery: Any, request: Any, reply: Any) -> None:
+        self.reply, self.box, self.ended = reply, appendix.Mailbox(), False
+        self.parts = appendix.read_async(delivery, request, reply)
         self.filling = asyncio.create_task(self.fill())
 
     async def fill(self) -> None:
@@ -153,24 +119,25 @@ def on_a_socket(app: Any) -> Iterator[int]:
     """The port of an ASGI app that runs in a thread."""
     import uvicorn
 
-    config = uvicorn.Config(
-        app, port=0, interface="asgi3", lifespan="off", log_config=None
-    )
-    server = uvicorn.Server(config)
-    thread = Thread(target=server.run)
+    options: dict[str, Any] = {"lifespan": "off", "log_config": None}
+    server = uvicorn.Server(uvicorn.Config(app, port=0, interface="asgi3", **options))
+    # A handler that never ends must not hold up the answer that says so.
+    thread = Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join()
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(timeout=5)
 
 
 def answer_by_server(
     how: How, prompts: Sequence[str], start: Any, options: dict[str, Any]
 ) -> list[str]:
     """What clients of the page's server get, all prompts at once."""
-    lesson, llm = lesson_of(how), start(how.model)
+    appendix, llm = appendix_of(how), start(how.model)
     get = llm.input_processor
 
     class Front:
@@ -180,33 +147,33 @@ def answer_by_server(
 
         def replies(self, spec: Any, n: int | None = None, chat: bool = True) -> Any:
             ((sample,),) = llm._samples([spec], n, chat)
-            return Replies(lesson, llm._delivery, *sample)
+            return Replies(appendix, llm._delivery, *sample)
 
     def ask(prompt: str) -> str:
         line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         line.request("POST", "/", json.dumps({"messages": as_chat(prompt)} | options))
         response = line.getresponse()
-        said = [text for _, text in lesson.read_events(iter(response.read1, b""))]
+        said = [text for _, text in appendix.read_events(iter(response.read1, b""))]
         line.close()
         chunks = [json.loads(text)["choices"][0]["delta"] for text in said[:-1]]
         return "".join(delta.get("content", "") for delta in chunks)
 
     clients = ThreadPoolExecutor(len(prompts))
-    with llm, on_a_socket(partial(lesson.serve_chat, Front())) as port, clients:
+    with llm, on_a_socket(partial(appendix.serve_chat, Front())) as port, clients:
         return [*clients.map(ask, prompts)]
 
 
 # Appendix B: the page's masks and forced tokens, as a grammar that the engine follows
 
 
-def own_grammar(lesson: Any, node: Any, llm: Any, end: int) -> Any:
+def own_grammar(appendix: Any, node: Any, llm: Any, end: int) -> Any:
     """A `Grammar` of expression ``node`` whose states and masks are the page's."""
     from simplellm.base.grammar import GrammarState
 
     tokenizer = llm.tokenizer
-    automaton = lesson.Automaton(node)
-    trie = lesson.lay_flat(tokenizer.tokens)
-    masks = lesson.Masks(automaton, trie, llm.config.vocab_size, end)
+    automaton = appendix.Automaton(node)
+    trie = appendix.lay_flat(tokenizer.tokens)
+    masks = appendix.Masks(automaton, trie, llm.config.vocab_size, end)
 
     class OwnState(GrammarState):
         def __init__(self) -> None:
@@ -219,7 +186,7 @@ def own_grammar(lesson: Any, node: Any, llm: Any, end: int) -> Any:
                     self.state = automaton.run(self.state, tokenizer.tokens[id])
 
         def forced(self) -> list[int]:
-            return lesson.forced(
+            return appendix.forced(
                 automaton, self.state, tokenizer.tokens, tokenizer.encode
             )
 
@@ -239,7 +206,7 @@ def answer_in_form(
     """Answers of turns that follow the page's grammar; then those in the form."""
     from simplellm.base.grammar import BitmaskFiller
 
-    lesson = lesson_of(how)
+    appendix = appendix_of(how)
 
     def fill(filler: Any, states: Sequence[Any], bits: Any) -> None:
         for state, row in zip(states, bits, strict=True):
@@ -254,7 +221,7 @@ def answer_in_form(
         node = eval(how.form, {"frozenset": frozenset})  # what `form_of` has written
         header = llm.tokenizer.encode(FINAL, special=True)
         end = llm.tokenizer.special["<|end|>"], llm.tokenizer.special["<|return|>"]
-        grammar = own_grammar(lesson, node, llm, end[1])
+        grammar = own_grammar(appendix, node, llm, end[1])
         answers = []
         with patch.object(BitmaskFiller, "fill", fill):
             for chat, turn in zip(chats, turns, strict=True):
@@ -291,9 +258,9 @@ def form_of(node: Any) -> str:
 # Appendix C: the page's families, and 8-bit weights with the page's products
 
 
-def families_of(lesson: Any, how: How) -> dict[str, Any]:
+def families_of(appendix: Any, how: How) -> dict[str, Any]:
     """The page's families by the model type of a config.json."""
-    found = {"phi3": lesson.phi3(), "smollm3": lesson.smollm3()}
+    found = {"phi3": appendix.phi3(), "smollm3": appendix.smollm3()}
     if how.model is not None:  # SmolLM2, a Llama: a SmolLM3 whose layers all rotate
         turning = found["smollm3"].defaults | {"no_rope_layer_interval": 99}
         names = {"model_types": ("llama",), "architectures": ("LlamaForCausalLM",)}
@@ -301,12 +268,12 @@ def families_of(lesson: Any, how: How) -> dict[str, Any]:
     return found
 
 
-def run_small(lesson: Any, name: str, data: dict[str, Any], start: Any) -> None:
+def run_small(appendix: Any, name: str, data: dict[str, Any], start: Any) -> None:
     """Let a small model with random weights write a few tokens."""
 
     def rope_and_cache(qkv: Any, attn: Any, positions: Any, keys: Any, *rest: Any):
         if attn.q_norm is not None:
-            heads = lesson.normed_heads(
+            heads = appendix.normed_heads(
                 qkv.float(), attn.q_norm, attn.k_norm, keys.shape[2], attn.eps
             )
             qkv = import_module("torch").cat(heads, dim=1).flatten(1)
@@ -331,10 +298,10 @@ def answer_in_eight_bits(
     from simplellm.checkpoint.families import FAMILIES
     from simplellm.checkpoint.formats import SCHEMES
 
-    lesson = lesson_of(how)
-    FAMILIES.update(families_of(lesson, how))
+    appendix = appendix_of(how)
+    FAMILIES.update(families_of(appendix, how))
     for name, data in KINDS.items():
-        run_small(lesson, name, data, start)
+        run_small(appendix, name, data, start)
     opened = load.open_weights
     said = []
     for kind in "int", "float":
