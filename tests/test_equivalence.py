@@ -206,6 +206,14 @@ class Prophet(Speculator):
         return state
 
 
+def capture_steps(runner: Any, drafts: bool = False) -> None:
+    """Have a runner record steps of some sizes, all of one width."""
+    runner._pages = lambda scheduled: runner.table_width
+    sizes = range(1, len(runner.sampled_tokens) + 1, 2)
+    verifying = [CaptureShape(n, n, queries=QUERIES) for n in sizes[1:40]]
+    runner.capture(sizes, (4, 8, 24, 64), verifying if drafts else ())
+
+
 def run_case(
     model: Model,
     alone: Recompute,
@@ -238,12 +246,9 @@ def run_case(
     elif drafts:
         engine.scheduler.speculator = prophet
     if captured:
-        runner = engine.runner
-        runner._pages = lambda scheduled: runner.table_width  # type: ignore
-        sizes = range(1, len(runner.sampled_tokens) + 1, 2)
-        verifying = [CaptureShape(n, n, queries=QUERIES) for n in sizes[1:40]]
-        runner.capture(sizes, (4, 8, 24, 64), verifying if drafts else ())
+        capture_steps(engine.runner, drafts)
     manager = engine.scheduler.manager
+    managers = getattr(manager, "managers", [manager])  # of several ranks
     numbers = itertools.count()
     families = [make_family(chance, numbers) for _ in range(chance.randrange(3, 8))]
     clients = [client for family in families for client in family]
@@ -266,9 +271,10 @@ def run_case(
         if not (engine.scheduler.requests or engine.flights):
             continue
         engine.step()
-        check_integrity(manager)
-        seen.update(manager.page_of)
-        counts["shared"] += max(manager.references) > 1
+        for number, one in enumerate(managers):
+            check_integrity(one)
+            seen.update((number, page) for page in one.page_of)
+            counts["shared"] += max(one.references) > 1
     by_number = {client.request.request_id: client for client in clients}
     for event in drain(engine):
         by_number[event.request_id].take(event)
@@ -283,7 +289,7 @@ def run_case(
     assert manager.usage == 0
     counts["preemptions"] += engine.scheduler.preemptions
     counts["hits"] += engine.meter.cached_tokens
-    counts["evictions"] += len(seen) - len(manager.page_of)
+    counts["evictions"] += len(seen) - sum(len(one.page_of) for one in managers)
     if offloading:
         counts["loaded"] = manager.loaded_tokens
     if drafts or draft_model:

@@ -589,8 +589,8 @@ ASKED_FOR: dict[str, Any] = {
 }
 
 
-def ends(folder: Path, size: int, wrong: str) -> None:
-    """An engine of so many ranks says what is wrong, soon, and leaves no process."""
+def ends(folder: Path, wrong: str, **sizes: Any) -> None:
+    """An engine of several ranks says what is wrong, soon, and leaves no process."""
     begun: list[Leader] = []
     begin = Leader.__init__
 
@@ -601,15 +601,17 @@ def ends(folder: Path, size: int, wrong: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Leader, "__init__", noted)
         with pytest.raises(EngineError, match=wrong):
-            llm = LLM(folder, SMALL, device="cpu", tensor_parallel_size=size)
+            llm = LLM(folder, SMALL, device="cpu", **sizes)
             start = time.monotonic()
             try:
-                llm.generate("x", **ASKED_FOR).result(PATIENCE)
+                futures = [llm.generate("x", **ASKED_FOR) for _ in range(2)]
+                for future in futures:
+                    future.result(PATIENCE)
             finally:
                 llm.close()
                 assert time.monotonic() - start < 20
     (leader,) = begun
-    assert len(leader.processes) == size - 1
+    assert len(leader.processes) == leader.size - 1
     assert all(process.poll() is not None for process in leader.processes)
 
 
@@ -639,7 +641,8 @@ def test_a_rank_that_fails_ends_the_engine(
     rank = size - 1 if size == 2 else 2
     failing(rank, when, how)
     hangs = f"rank {rank} hangs: the others wait for it"
-    ends(wide, size, hangs if how == "hangs" else f"rank {rank} ended with status -9")
+    wrong = hangs if how == "hangs" else f"rank {rank} ended with status -9"
+    ends(wide, wrong, tensor_parallel_size=size)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Any schedule over several ranks gives the tokens of a request alone.
 
-As in test_equivalence.py, whose cases these are; the ranks are threads here.
+Over ranks that compute each request together, and over those that have requests of
+their own. As in test_equivalence.py, whose cases these are; the ranks are threads here.
 """
 
 import socket
 import subprocess
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,16 +18,22 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from recompute import Recompute
-from test_equivalence import run_cases
+from test_equivalence import capture_steps, run_cases
+from test_runner import Tape
 from test_tensor_parallel import SIXTEEN
 
 from simplellm import EngineConfig, load_model
+from simplellm.api import follower as follower_module
 from simplellm.api.follower import follow
 from simplellm.api.load import load_engine
 from simplellm.checkpoint.checkpoint import open_weights
-from simplellm.engine import ranks as ranks_module
+from simplellm.engine import graphs
+from simplellm.engine import start_ranks as start_module
+from simplellm.engine.data_ranks import DataLeader
+from simplellm.engine.data_runner import RemoteRunner
 from simplellm.engine.engine import Engine
-from simplellm.engine.ranks import Leader, Link, start_ranks
+from simplellm.engine.ranks import Leader, Link, TensorLeader
+from simplellm.engine.start_ranks import start_ranks
 from simplellm.model.model import Model
 from simplellm.model.ops_numpy import NUMPY
 
@@ -67,6 +76,14 @@ class Threads(Leader):
         self.processes.append(rank)
 
 
+class TensorThreads(Threads, TensorLeader):
+    """Those that all do the same."""
+
+
+class DataThreads(Threads, DataLeader):
+    """Those that have requests of their own."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), SIXTEEN)
@@ -82,17 +99,18 @@ def over_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[int, bool], Any]]:
     """What makes engines of so many ranks, with whole experts or parts of all."""
-    monkeypatch.setattr(ranks_module, "Leader", Threads)
+    monkeypatch.setattr(start_module, "TensorLeader", TensorThreads)
+    monkeypatch.setattr(start_module, "DataLeader", DataThreads)
     begun: list[Engine] = []
 
     def close() -> None:
         while begun:
             begun.pop().runner.ranks.close()
 
-    def ranked(size: int, experts: bool) -> Any:
+    def ranked(size: int, experts: bool, kind: str = "tensor") -> Any:
         def make(model: Model, config: EngineConfig, *, overlap: bool) -> Engine:
             close()  # that of the case before
-            own = {"tensor_parallel_size": size, "enable_expert_parallel": experts}
+            own = {f"{kind}_parallel_size": size, "enable_expert_parallel": experts}
             config = config.changed(own).resolved("cpu")
             source = open_weights(folder, torch.float32, CPU, False, None)
             ranks = start_ranks(config, source.config, folder, torch.float32, CPU)
@@ -128,3 +146,49 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(
     model = load_model(folder, device="cpu")
     counts = run_cases(model, alone, seeds, make=over_ranks(size, experts))
     assert counts["length"] > 0 and counts["hits"] > 0, counts
+
+
+@pytest.mark.parametrize(
+    ("size", "seeds"),
+    [
+        (2, range(30, 34)),
+        (4, range(34, 35)),
+        pytest.param(2, range(36, 60), marks=pytest.mark.exhaustive),
+        pytest.param(4, range(60, 76), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_with_requests_of_their_own(
+    size: int,
+    seeds: range,
+    folder: Path,
+    alone: Recompute,
+    over_ranks: Callable[..., Any],
+) -> None:
+    model = load_model(folder, device="cpu")
+    counts = run_cases(model, alone, seeds, make=over_ranks(size, True, "data"))
+    assert counts["length"] > 0, counts
+
+
+def test_captured_steps_of_ranks_with_requests_of_their_own(
+    folder: Path,
+    alone: Recompute,
+    over_ranks: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all decode, and where some compute prompts, all replay the same graph."""
+    tape = Tape()
+    monkeypatch.setattr(graphs, "capture_graph", tape)
+    make, load = over_ranks(2, True, "data"), load_engine
+
+    def loaded(*arguments: Any) -> Any:
+        found = load(*arguments)
+        capture_steps(found[0].runner)
+        return found
+
+    # Both ranks do so at once, after they have loaded.
+    monkeypatch.setattr(follower_module, "load_engine", loaded)
+    monkeypatch.setattr(sys.modules[__name__], "load_engine", loaded)
+    monkeypatch.setattr(RemoteRunner, "_pages", lambda self, _: self.table_width)
+    run_cases(load_model(folder, device="cpu"), alone, range(3), make=make)
+    kinds = Counter(shape.chunks > 0 for shape in tape.replays)
+    assert min(kinds[True], kinds[False]) >= 20, kinds

@@ -35,6 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
 from course.integrity import check_integrity
 
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError, RequestOutput
+from simplellm.engine.page_manager import PageManager
 
 CONFIG = EngineConfig(
     page_size=8,
@@ -320,8 +321,10 @@ def find_leaks(
         time.sleep(0.05)
     left["threads"] = max(0, threading.active_count() - threads_before)
     leaks = [f"{name}: {count}" for name, count in left.items() if count]
+    manager = engine.scheduler.manager
+    assert isinstance(manager, PageManager)
     try:
-        check_integrity(engine.scheduler.manager)
+        check_integrity(manager)
     except AssertionError as error:
         leaks.append(f"the cache's books are wrong: {error}")
     return leaks + ledger.wrong

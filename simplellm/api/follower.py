@@ -18,7 +18,8 @@ import torch
 from simplellm.api.load import load_engine
 from simplellm.base.config import EngineConfig
 from simplellm.checkpoint.checkpoint import open_weights
-from simplellm.engine.ranks import Follower, Link
+from simplellm.engine.ranks import Link
+from simplellm.engine.start_ranks import follower_kind
 
 LOGGER = logging.getLogger("simplellm")
 PATIENCE = 2.0  # seconds that this process has to end by itself
@@ -45,10 +46,12 @@ def follow(
     kind, where = getattr(torch, dtype), torch.device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    ranks = Follower(link, folder, rank, size, where, memory, progress)
+    options = EngineConfig(**config)
+    numbers = rank, size, where, memory, progress
+    ranks = follower_kind(options)(link, folder, *numbers)
     try:
         source = open_weights(path, kind, where, random_weights, seed)
-        engine, *_ = load_engine(source, EngineConfig(**config), kind, where, ranks)
+        engine, *_ = load_engine(source, options, kind, where, ranks)
     except Exception as error:
         link.send({"failed": repr(error)})
         raise

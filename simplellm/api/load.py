@@ -25,21 +25,20 @@ from simplellm.checkpoint.folder import path_of
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import move_weight
+from simplellm.engine.build_runner import build_runner
 from simplellm.engine.build_speculation import (
     capture_drafts,
     find_head,
     head_page_bytes,
     is_model,
-    speculative_scheduler,
     with_own_head,
 )
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes, verify_shapes
 from simplellm.engine.offloading import OffloadingPageManager
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.ranks import ALONE, Ranks, start_ranks
-from simplellm.engine.runner import Runner
-from simplellm.engine.scheduler import Scheduler
+from simplellm.engine.ranks import ALONE, Ranks
+from simplellm.engine.start_ranks import start_ranks
 from simplellm.engine.warmup import DRAWS, dummy_sampler_run
 from simplellm.model.build import build, plain_norm
 from simplellm.model.fp8_cache import kv_scales, make_pool
@@ -226,7 +225,8 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     on_host = num_host_pages(model.config, config, itemsize, beside)
     on_host = on_host and ranks.min_of_all(on_host)
     offloading = partial(OffloadingPageManager, host_pages=on_host)
-    manager = (offloading if on_host else PageManager)(
+    make_manager = partial(
+        offloading if on_host else PageManager,
         pages,
         page_size,
         window=model.config.windows[-1],
@@ -236,6 +236,7 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
         enable_caching=config.enable_prefix_caching,
         max_chunk=min(chunk or budget, budget),
     )
+    manager = make_manager()
     limits = [model.config.max_position_embeddings]
     limits += [config.max_model_len] if config.max_model_len else []
     if manager.max_tokens < min(limits):
@@ -251,7 +252,7 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), expected)
     pool = make_pool(model.config, config, pages, model.dtype, model.device)
     pool.host_pages = host_pages(pool.page(0), on_host)
-    runner = Runner(model, pool, manager, config, min(limits), ranks)
+    parts = model, pool, manager, config, min(limits)
     rules: dict[str, Any] = {
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": budget,
@@ -260,9 +261,6 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
         "overtakes": config.overtakes,
         "continuous": config.continuous,
     }
-    if config.speculative is None:
-        scheduler = Scheduler(manager, **rules)
-    else:
-        scheduler = speculative_scheduler(runner, config, rules, draft)
+    runner, scheduler = build_runner(parts, ranks, rules, draft, make_manager)
     overlap = config.overlap and model.device.type == "cuda"
     return Engine(scheduler, runner, min(limits), overlap)

@@ -26,7 +26,7 @@ def takes_packed(config: EngineConfig, dtype: object, device: torch.device) -> b
     ``dtype`` is what was asked for: products of float32 are rounded nowhere.
     """
     free = config.operations == "auto" and dtype in (None, "auto")
-    alone = config.tensor_parallel_size == 1  # the packed order of rows isn't ours
+    alone = config.num_ranks == 1  # the packed order of rows isn't ours
     return free and alone and device.type == "cpu" and has_int4_product()
 
 

@@ -81,6 +81,14 @@ ParallelSize = Annotated[
         help="Processes, each with a GPU of its own, that share each weight.",
     ),
 ]
+DataParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--data-parallel-size",
+        help="Processes, each with a GPU and requests of its own, that share the "
+        "experts; sizes are those of each. It needs --enable-expert-parallel.",
+    ),
+]
 WholeExperts = Annotated[
     bool,
     typer.Option(

@@ -11,6 +11,7 @@ from simplellm.apps.install import ensure_installed
 from simplellm.apps.options import (
     CacheBytes,
     CPUCacheBytes,
+    DataParallelSize,
     Drafts,
     DType,
     KVCacheDType,
@@ -138,6 +139,7 @@ def serve_model(
     speculative: Speculative = None,
     num_speculative_tokens: Drafts = None,
     tensor_parallel_size: ParallelSize = 1,
+    data_parallel_size: DataParallelSize = 1,
     enable_expert_parallel: WholeExperts = False,
     replicas: Engines = None,
     watchdog_timeout: Watchdog = WATCHDOG_TIMEOUT,
@@ -155,6 +157,7 @@ def serve_model(
     sizes |= {"tensor_parallel_size": tensor_parallel_size, "cache_bytes": cache_bytes}
     sizes |= {"kv_cache_dtype": kv_cache_dtype, "cpu_cache_bytes": cpu_cache_bytes}
     sizes |= {"enable_expert_parallel": enable_expert_parallel}
+    sizes |= {"data_parallel_size": data_parallel_size}
     config = EngineConfig(**sizes, speculative=speculative)
     check_seconds(timeout, grace, watchdog_timeout)
     options = Options(
@@ -167,8 +170,7 @@ def serve_model(
         strict=strict,
         allowed_origins=allowed_origins or (),
     )
-    screen = Screen()
-    ensure_installed(model, yes, screen)
+    ensure_installed(model, yes, screen := Screen())
     where: Any = {"device": device, "dtype": dtype, "log_level": log_level}
     with closing(bind(host, port)) as bound:
         with needs_extra(), screen.waiting("Starting PyTorch"):

@@ -6,7 +6,8 @@ parallel, its input is, and what the ranks compute with it adds up to the result
 Attention is cut between KV heads, each with the query heads that read it, feed-forward
 networks and every expert between intermediate columns, embedding and head between
 tokens. Norms and the router are on all ranks. If the experts are sharded, a rank has
-some of them whole, and a token's others add nothing there: the sum is the same.
+some of them whole, and a token's others add nothing there: the sum is the same. Where
+attention is data parallel, experts are all that is cut.
 """
 
 import math
@@ -35,6 +36,7 @@ from simplellm.checkpoint.source import Source, TensorInfo
 from simplellm.checkpoint.stored import join_weights, move_weight
 
 OPTION, WHOLE_EXPERTS = "tensor_parallel_size", "enable_expert_parallel"
+DATA_OPTION = "data_parallel_size"
 MASK_BITS = 32  # tokens of a vocabulary that share a word of a mask
 # Biases of row-parallel weights: the sum over all ranks gets them from the first.
 PARTIAL_BIASES = (".attn.o.bias", ".down.bias", ".down_bias")
@@ -44,29 +46,41 @@ PARTIAL_BIASES = (".attn.o.bias", ".down.bias", ".down_bias")
 class Shard:
     """One of the parts of a model: that of ``rank``, of ``size`` ranks.
 
-    With ``expert_parallel`` it has whole experts.
+    With ``expert_parallel`` it has whole experts. With ``data_parallel``, which needs
+    that, it has all of the rest.
     """
 
     rank: int
     size: int
     expert_parallel: bool = False
+    data_parallel: bool = False
 
     def part(self, total: int, unit: int = 1) -> range:
         """This rank's of ``total`` rows or columns, in whole units but for the last."""
+        if self.data_parallel:
+            return range(total)
         return part_of(total, self.rank, self.size, unit)
+
+    def experts(self, total: int) -> range:
+        """This rank's of ``total`` whole experts."""
+        return part_of(total, self.rank, self.size)
 
     def vocabulary(self, config: ModelConfig) -> range:
         """The tokens whose rows of embedding and head this rank has."""
         return self.part(config.vocab_size, MASK_BITS)
 
 
-def split_names(config: ModelConfig, expert_parallel: bool) -> dict[str, Name]:
-    """`tensor_names`, of which experts are split by expert if that is so."""
+def split_names(
+    config: ModelConfig, expert_parallel: bool, data_parallel: bool = False
+) -> dict[str, Name]:
+    """`tensor_names`, of which experts are split by expert, or nothing else is."""
     names = tensor_names(config)
     if not expert_parallel:
         return names
     return {
-        ours: name._replace(split="E") if ".experts." in ours else name
+        ours: name._replace(split="E")
+        if ".experts." in ours
+        else name._replace(split="" if data_parallel else name.split)
         for ours, name in names.items()
     }
 
@@ -81,15 +95,20 @@ def column_unit(config: ModelConfig, axis: str, names: Mapping[str, Name]) -> in
     return math.lcm(*units)
 
 
+def check_experts(config: ModelConfig, option: str, size: int) -> None:
+    """Raise ValueError for experts that ``size`` ranks, an ``option``, can't share."""
+    experts = config.num_local_experts
+    expected = "False: the model is dense, it has no experts"
+    expect(experts > 0, WHOLE_EXPERTS, True, expected)
+    expected = f"a divisor of the model's {experts} experts, since "
+    expected += f"{WHOLE_EXPERTS} is True"
+    expect(experts % size == 0, option, size, expected)
+
+
 def check_shards(config: ModelConfig, size: int, expert_parallel: bool = False) -> None:
     """Raise ValueError, which says why, for a model that is not cut in ``size``."""
-    experts = config.num_local_experts
     if expert_parallel:
-        expected = "False: the model is dense, it has no experts"
-        expect(experts > 0, WHOLE_EXPERTS, True, expected)
-        expected = f"a divisor of the model's {experts} experts, since "
-        expected += f"{WHOLE_EXPERTS} is True"
-        expect(experts % size == 0, OPTION, size, expected)
+        check_experts(config, OPTION, size)
     heads = config.num_key_value_heads
     expected = f"a divisor of the model's {heads} KV heads (num_key_value_heads)"
     expect(heads % size == 0, OPTION, size, expected)
@@ -113,14 +132,18 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
     Its vocabulary is whole. Raises ValueError as `check_shards` does.
     """
-    check_shards(config, shard.size, shard.expert_parallel)
-    heads = config.num_attention_heads, config.num_key_value_heads
+    if shard.data_parallel:
+        check_experts(config, DATA_OPTION, shard.size)
+    else:
+        check_shards(config, shard.size, shard.expert_parallel)
+    kv_heads = len(shard.part(config.num_key_value_heads))
+    group = config.num_attention_heads // config.num_key_value_heads
     inner, dense = (len(inner_part(config, shard, axis)) for axis in "IF")
     apart = config.dense_intermediate_size is not None or shard.expert_parallel
     return replace(
         config,
-        num_attention_heads=heads[0] // shard.size,
-        num_key_value_heads=heads[1] // shard.size,
+        num_attention_heads=kv_heads * group,
+        num_key_value_heads=kv_heads,
         intermediate_size=inner,
         dense_intermediate_size=dense if apart else None,
         held_experts=held_experts(config, shard),
@@ -129,7 +152,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 def held_experts(config: ModelConfig, shard: Shard) -> range | None:
     """The experts that a rank has whole; None if it has parts of all."""
-    return shard.part(config.num_local_experts) if shard.expert_parallel else None
+    return shard.experts(config.num_local_experts) if shard.expert_parallel else None
 
 
 def inner_part(config: ModelConfig, shard: Shard, axis: str) -> range:
@@ -244,7 +267,8 @@ class ShardedSource:
     ) -> None:
         self.source, self.shard, self.largest = source, shard, largest
         self.config = shard_config(source.config, shard)
-        self.table = split_names(source.config, shard.expert_parallel)
+        how = shard.expert_parallel, shard.data_parallel
+        self.table = split_names(source.config, *how)
         self.parts = parts_of_axes(source.config, shard)
         self.totals = axes(source.config)
         self.shapes = tensor_shapes(self.config)
@@ -281,7 +305,8 @@ class ShardedSource:
         split, named = self.table[ours].split, self.table[ours].shape.split()
         if not split:
             weight = self.source[ours]
-            if self.shard.rank and ours.endswith(PARTIAL_BIASES):
+            summed = self.shard.rank and not self.shard.data_parallel
+            if summed and ours.endswith(PARTIAL_BIASES):
                 assert isinstance(weight, Tensor)
                 return torch.zeros_like(weight)
             return weight

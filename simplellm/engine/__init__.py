@@ -4,16 +4,18 @@
 `scheduler.py` says who computes how many tokens in the next step, `page_pool.py` knows
 the pages of the KV cache, `page_manager.py` says which of them belongs to whom,
 `offloading.py` brings evicted ones to the host's memory and back,
-`runner.py` runs the step on the device, `input_batch.py` writes it into arrays,
+`runner.py` runs the step on the device (`build_runner.py` makes it), `step_output.py`
+says what came of it, `input_batch.py` writes it into arrays,
 `block_tables.py` keeps the rows of its block tables, `launch_timer.py` says when, and
 `graphs.py` records it as a CUDA graph. `speculation.py` lets a step check guesses of
 the next tokens, which `suffix.py` makes of what a text said before,
 `head_drafter.py` of what an EAGLE-3 head reads and `model_drafter.py` of what a smaller
 model says, as far as `step_times.py` finds that
 they pay; `drafts.py` has its rules, and `build_speculation.py` makes it as the config
-says. `sampler.py` chooses tokens. `stats.py` counts, `ranks.py` has several processes
-take part in each step, and `progress.py` tells those that are busy from one that hangs.
-`snapshot.py` types what an engine says of its requests and pages, `warmup.py` compiles
-kernels before they are needed, and `client.py` has what an engine in another process
-shares with one in this.
+says. `sampler.py` chooses tokens. `stats.py` counts. `ranks.py` has several processes
+take part in each step, as `start_ranks.py` starts them; where each has requests of its
+own, that is `data_ranks.py`, with `data_scheduler.py` and `data_runner.py`.
+`progress.py` tells those that are busy from one that hangs. `snapshot.py` types what an
+engine says of its requests and pages, `warmup.py` compiles kernels before they are
+needed, and `client.py` has what an engine in another process shares with one in this.
 """

@@ -18,7 +18,6 @@ from simplellm.engine.graphs import MOST_VERIFIED, bucket_sizes
 from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafter, HeadProposer
 from simplellm.engine.model_drafter import ModelDrafter, seconds_per_draft
 from simplellm.engine.runner import Runner
-from simplellm.engine.scheduler import Scheduler
 from simplellm.engine.speculation import (
     DRAFTERS,
     LONGEST_DRAFT,
@@ -91,7 +90,7 @@ def head_page_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> 
     return 2 * config.page_size * numbers * itemsize
 
 
-def capture_drafts(scheduler: Scheduler, runner: Runner) -> None:
+def capture_drafts(scheduler: object, runner: Runner) -> None:
     """Record what is done for drafts, and measure again: steps are captured now."""
     if runner.proposer is not None:
         views = {

@@ -21,6 +21,7 @@ from simplellm.base.event_queue import EventQueue
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import EngineBase, failure
+from simplellm.engine.data_scheduler import DataParallelScheduler
 from simplellm.engine.launch_timer import LaunchTimer
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
@@ -38,7 +39,11 @@ class Engine(EngineBase):
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, max_model_len: int, overlap: bool
+        self,
+        scheduler: Scheduler | DataParallelScheduler,
+        runner: Runner,
+        max_model_len: int,
+        overlap: bool,
     ) -> None:
         super().__init__()
         self.scheduler, self.runner = scheduler, runner

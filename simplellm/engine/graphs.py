@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from simplellm.engine.scheduler import ScheduledChunk
+
 LOGGER = logging.getLogger("simplellm")
 
 
@@ -39,6 +41,14 @@ class CaptureShape(NamedTuple):
     queries: int = 1
 
     @classmethod
+    def of(cls, scheduled: Sequence[ScheduledChunk]) -> "CaptureShape":
+        """The shape of a step without any padding."""
+        rows = len(scheduled)
+        decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), rows)
+        tokens = sum(chunk.length for chunk in scheduled)
+        return cls(tokens, decodes, rows - decodes)
+
+    @classmethod
     def mixed(cls, tokens: int, max_num_seqs: int) -> "CaptureShape":
         """A step with prompts. Room for more rows costs time in attention."""
         return cls(
@@ -64,6 +74,13 @@ class CapturedGraph:
     def size(self) -> int:
         """How many tokens it has; without chunks, these are its decodes."""
         return self.shape.tokens
+
+
+class Agreed(NamedTuple):
+    """How all ranks compute a step: by which graph, if by any, and of how many rows."""
+
+    graph: CapturedGraph | None
+    tokens: int
 
 
 class CaptureError(RuntimeError):

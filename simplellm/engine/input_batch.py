@@ -45,6 +45,8 @@ def fill_batch(
     """
     page_size, queries = block_tables.page_size, batch.groups[0].queries
     batch.pad()
+    if not scheduled:
+        return
     parts = scheduled
     tokens, positions = step_tokens(scheduled, sampling)
     if queries > 1:

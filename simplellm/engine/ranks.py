@@ -10,6 +10,7 @@ Then all ranks do the same, and meet in the operations of `model/parallel.py`.
 """
 
 import json
+import math
 import mmap
 import os
 import socket
@@ -19,24 +20,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from simplellm.base.config import EngineConfig, ModelConfig, expect
+from simplellm.base.config import EngineConfig, ModelConfig
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError
 from simplellm.base.transfer import pinned
-from simplellm.checkpoint.sharding import OPTION, Shard, ShardedSource, check_shards
+from simplellm.checkpoint.sharding import Shard, ShardedSource
 from simplellm.checkpoint.source import Source
 from simplellm.engine.graphs import CaptureShape
 from simplellm.engine.progress import Progress, StallDetector
-from simplellm.engine.sampler import SamplingTensors
+from simplellm.engine.sampler import SamplerOutput, SamplingTensors
 from simplellm.model.machine import dtype_name
 from simplellm.model.ops import Ops
 from simplellm.model.parallel import Group, VocabularyShard, parallel_table
@@ -133,10 +133,18 @@ class Ranks:
 ALONE = Ranks()
 
 
-class TensorParallel(Ranks):
+class Several(Ranks):
     """One of several ranks. ``group`` are all of them, once they have met."""
 
     group: Group
+
+    def min_of_all(self, number: int) -> int:
+        return int(self.group.min(torch.tensor([number]))[0])
+
+
+class TensorParallel(Several):
+    """One of several ranks that have a part of each weight."""
+
     tokens: range  # of the vocabulary, this rank's
     owned: tuple[Any, Any] = None, None  # columns, and this rank's part of them
 
@@ -156,9 +164,6 @@ class TensorParallel(Ranks):
 
         return reducing(shard, dtype, model.hidden_size)
 
-    def min_of_all(self, number: int) -> int:
-        return int(self.group.min(torch.tensor([number]))[0])
-
     def local_sampling(
         self, columns: SamplingTensors, mask: Mask | None
     ) -> tuple[SamplingTensors, Mask | None]:
@@ -177,25 +182,94 @@ class TensorParallel(Ranks):
 
 
 class Link:
-    """Lines of JSON between rank 0 and another one."""
+    """Lines of JSON between rank 0 and another one, and tensors after some of them."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link, self.lines = link, link.makefile("rb")
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        self.link.sendall(json.dumps(message).encode() + b"\n")
+    def send(self, message: Mapping[str, Any], tensors: bytes = b"") -> None:
+        self.link.sendall(json.dumps(message).encode() + b"\n" + tensors)
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None once the other end is closed."""
         line = self.lines.readline()
         return dict(json.loads(line)) if line else None
 
+    def receive_tensors(self, kinds: Sequence[Any]) -> list[Any]:
+        """The tensors that the message announced; see `tensors_of`.
+
+        Raises ConnectionError if the other end is closed before.
+        """
+        size = sum(sizes_of(kinds))
+        data = torch.empty(size, dtype=torch.uint8)
+        if size and self.lines.readinto(data.numpy()) < size:  # type: ignore[arg-type]
+            raise ConnectionError("the other end is closed")
+        return tensors_of(data, kinds)
+
     def close(self) -> None:
         self.lines.close()
         self.link.close()
 
 
-class Leader(TensorParallel):
+class Teller(Ranks):
+    """What others are told of a step, by `tell`."""
+
+    columns: SamplingTensors | None = None  # that they have
+    counts: Tensor | None = None  # of the tables that they have
+
+    def span_of(self, flat: Tensor) -> tuple[int, int] | None:
+        """Where it lies in memory that they have; None if they don't."""
+        raise NotImplementedError
+
+    def tell(self, call: str, tensors: Sequence[Tensor | None], **numbers: Any) -> None:
+        """Send a message: what to do, and with which tensors."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        flat: Tensor,
+        shape: Sequence[int],
+        count: int,
+        copies: Sequence[tuple[int, int]],
+        targets: Sequence[PromptTargets],
+        graph: CaptureShape | None,
+    ) -> None:
+        scored = [(target.row, target.most) for target in targets]
+        step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
+        step |= {"graph": graph, "span": self.span_of(flat)}
+        sent = None if step["span"] else flat
+        self.tell("forward", [sent, *(t.tokens for t in targets)], **step)
+
+    def sample(
+        self,
+        count: int,
+        columns: SamplingTensors,
+        steps: Tensor,
+        counts: TokenCounts | None,
+        mask: Mask | None,
+    ) -> None:
+        new = counts is not None and counts.in_prompt is not self.counts
+        self.counts = None if counts is None else counts.in_prompt
+        tables = [getattr(counts, name) if new else None for name in TABLES]
+        other, self.columns = columns is not self.columns, columns
+        *filters, some_top_k, some_top_p = columns.filters or (None,) * 5
+        values = [columns.seeds, columns.temperature, columns.full_rows]
+        values += [*(columns.bias or (None,) * 3), *filters]
+        tensors = [steps, *(values if other else [None] * len(values)), *tables]
+        tensors += [None, None] if mask is None else [mask.rows, mask.bits]
+        self.tell(
+            "sample",
+            tensors,
+            count=count,
+            random=columns.random,
+            logprobs=columns.logprobs,
+            filtered=[some_top_k, some_top_p],
+            counting=counts is not None,
+            other=other,
+        )
+
+
+class Leader(Several):
     """Rank 0, which starts the others. ``options`` are those of `follow` below."""
 
     def __init__(
@@ -203,8 +277,6 @@ class Leader(TensorParallel):
     ) -> None:
         self.size, self.processes = size, list[subprocess.Popen[bytes]]()
         self.links: list[Link] = []
-        self.columns: SamplingTensors | None = None  # that all ranks have
-        self.counts: Tensor | None = None  # of the tables that all ranks have
         self.closed = False
         self.aborted = ""  # why the GPUs were told to wait no longer
         self.hung = ""  # which rank hangs, if that is why
@@ -277,69 +349,6 @@ class Leader(TensorParallel):
         least = self.min_of_all(number)
         self.folder.cleanup()  # all have met, and nobody would if we are killed
         return least
-
-    def staging(self, size: int, device: torch.device) -> list[Tensor]:
-        if device.type != "cuda":
-            return super().staging(size, device)
-        self.memory.resize(2 * 4 * size)
-        for link in self.links:
-            link.send({})
-        return self.memory.arrays(size)
-
-    def _broadcast(
-        self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
-    ) -> None:
-        """Send a message to all ranks: what to do, and with which tensors."""
-        kinds = [t if t is None else [dtype_name(t.dtype), [*t.shape]] for t in tensors]
-        for link in self.links:
-            link.send({"call": call, "tensors": kinds, **numbers})
-        if self.group.nccl is not None:  # what they wait for is not on the host
-            self._advance()
-        if parts := [as_bytes(tensor) for tensor in tensors if tensor is not None]:
-            self.group.broadcast(torch.cat(parts))
-
-    def forward(
-        self,
-        flat: Tensor,
-        shape: Sequence[int],
-        count: int,
-        copies: Sequence[tuple[int, int]],
-        targets: Sequence[PromptTargets],
-        graph: CaptureShape | None,
-    ) -> None:
-        scored = [(target.row, target.most) for target in targets]
-        step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
-        step |= {"graph": graph, "span": self.memory.span_of(flat)}
-        sent = None if step["span"] else flat
-        self._broadcast("forward", [sent, *(t.tokens for t in targets)], **step)
-
-    def sample(
-        self,
-        count: int,
-        columns: SamplingTensors,
-        steps: Tensor,
-        counts: TokenCounts | None,
-        mask: Mask | None,
-    ) -> None:
-        new = counts is not None and counts.in_prompt is not self.counts
-        self.counts = None if counts is None else counts.in_prompt
-        tables = [getattr(counts, name) if new else None for name in TABLES]
-        other, self.columns = columns is not self.columns, columns
-        *filters, some_top_k, some_top_p = columns.filters or (None,) * 5
-        values = [columns.seeds, columns.temperature, columns.full_rows]
-        values += [*(columns.bias or (None,) * 3), *filters]
-        tensors = [steps, *(values if other else [None] * len(values)), *tables]
-        tensors += [None, None] if mask is None else [mask.rows, mask.bits]
-        self._broadcast(
-            "sample",
-            tensors,
-            count=count,
-            random=columns.random,
-            logprobs=columns.logprobs,
-            filtered=[some_top_k, some_top_p],
-            counting=counts is not None,
-            other=other,
-        )
 
     def watch(self, wake: Callable[[], object]) -> None:
         self.wake = wake
@@ -436,14 +445,67 @@ class Leader(TensorParallel):
         self.folder.cleanup()
 
 
+class TensorLeader(Leader, TensorParallel, Teller):
+    """Rank 0 of ranks that all do the same."""
+
+    def staging(self, size: int, device: torch.device) -> list[Tensor]:
+        if device.type != "cuda":
+            return super().staging(size, device)
+        self.memory.resize(2 * 4 * size)
+        for link in self.links:
+            link.send({})
+        return self.memory.arrays(2, size, device)
+
+    def span_of(self, flat: Tensor) -> tuple[int, int] | None:
+        return self.memory.span_of(flat)
+
+    def tell(self, call: str, tensors: Sequence[Tensor | None], **numbers: Any) -> None:
+        for link in self.links:
+            link.send({"call": call, "tensors": kinds_of(tensors), **numbers})
+        if self.group.nccl is not None:  # what they wait for is not on the host
+            self._advance()
+        if len(data := as_bytes(tensors)):
+            self.group.broadcast(data)
+
+
 # What `TokenCounts` has of a step's rows.
 TABLES = ("rows", "in_prompt", "in_output", "repetition", "presence", "frequency")
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, uint8, and padding to whole units of ALIGNMENT."""
-    data = tensor.contiguous().flatten().view(torch.uint8)
-    return torch.nn.functional.pad(data, (0, -len(data) % ALIGNMENT))
+def kinds_of(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Each tensor's dtype and shape, as JSON has them; None for none."""
+    return [t if t is None else [dtype_name(t.dtype), [*t.shape]] for t in tensors]
+
+
+def as_bytes(tensors: Sequence[Tensor | None]) -> Tensor:
+    """All tensors' bytes, uint8, each with padding to whole units of ALIGNMENT."""
+    parts = [
+        t.contiguous().flatten().view(torch.uint8) for t in tensors if t is not None
+    ]
+    padded = [torch.nn.functional.pad(x, (0, -len(x) % ALIGNMENT)) for x in parts]
+    return torch.cat(padded) if padded else torch.empty(0, dtype=torch.uint8)
+
+
+def sizes_of(kinds: Sequence[Any]) -> list[int]:
+    """How many bytes each tensor has, its padding included."""
+    sizes = []
+    for kind in kinds:
+        size = math.prod(kind[1]) * getattr(torch, kind[0]).itemsize if kind else 0
+        sizes.append(size + -size % ALIGNMENT)
+    return sizes
+
+
+def tensors_of(data: Tensor, kinds: Sequence[Any]) -> list[Any]:
+    """The tensors of which `as_bytes` has made ``data``, as `kinds_of` says."""
+    tensors: list[Any] = []
+    for kind, part in zip(kinds, data.split(sizes_of(kinds)), strict=True):
+        if kind is None:
+            tensors.append(None)
+            continue
+        dtype, shape = getattr(torch, kind[0]), kind[1]
+        used = part[: math.prod(shape) * dtype.itemsize]
+        tensors.append(used.view(dtype).view(shape))
+    return tensors
 
 
 def device_of(first: torch.device, rank: int) -> torch.device:
@@ -456,25 +518,27 @@ def device_of(first: torch.device, rank: int) -> torch.device:
 class SharedMemory:
     """Memory of the host that several processes have, ``number`` its open file.
 
-    It is pinned: GPUs copy from it by themselves.
+    It is pinned if there are GPUs, which copy from it by themselves.
     """
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number, self.pinned = number, False
         self.all = torch.empty(0, dtype=torch.int32)
 
     def resize(self, nbytes: int) -> None:
         """Make it so large; before anybody calls `arrays`."""
         os.ftruncate(self.number, nbytes)
 
-    def arrays(self, size: int) -> list[Tensor]:
-        """Two arrays int32 [size], the same in all processes."""
-        shared = mmap.mmap(self.number, 2 * 4 * size)
+    def arrays(self, count: int, size: int, device: torch.device) -> list[Tensor]:
+        """So many arrays int32 [size], the same in all processes."""
+        shared = mmap.mmap(self.number, count * 4 * size)
         self.all = torch.frombuffer(shared, dtype=torch.int32)
-        status = torch.cuda.cudart().cudaHostRegister(
-            self.all.data_ptr(), self.all.nbytes, 0
-        )
-        torch.cuda.check_error(status)
+        if device.type == "cuda":
+            status = torch.cuda.cudart().cudaHostRegister(
+                self.all.data_ptr(), self.all.nbytes, 0
+            )
+            torch.cuda.check_error(status)
+            self.pinned = True
         return [*self.all.split(size)]
 
     def span_of(self, array: Tensor) -> tuple[int, int] | None:
@@ -486,15 +550,15 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give it back, once nothing reads it."""
-        if len(self.all):
+        if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.all.data_ptr())
-        self.all = torch.empty(0, dtype=torch.int32)
+        self.all, self.pinned = torch.empty(0, dtype=torch.int32), False
         if self.number >= 0:
             os.close(self.number)
         self.number = -1
 
 
-class Follower(TensorParallel):
+class Follower(Several):
     """A rank other than 0, which carries out the messages of ``link``."""
 
     def __init__(
@@ -526,16 +590,11 @@ class Follower(TensorParallel):
         self._next_message()  # all have loaded
         return self.min_of_all(number)
 
-    def staging(self, size: int, device: torch.device) -> list[Tensor]:
-        if device.type != "cuda":
-            return super().staging(size, device)
-        self._next_message()  # it has its size
-        return self.memory.arrays(size)
-
     def follow(self, runner: Any) -> None:
         """Take part in all steps with this rank's `Runner`, until rank 0 ends."""
         counts = TokenCounts(runner.model.config.vocab_size, runner.device)
         columns: SamplingTensors | None = None
+        sampled: SamplerOutput | None = None  # of the step under way
         while (message := self.link.receive()) is not None:
             kinds, count = message["tensors"], message["count"]
             if message["call"] == "forward":
@@ -548,10 +607,14 @@ class Follower(TensorParallel):
                     for ids, (row, most) in scored
                 ]
                 graph = message["graph"] and CaptureShape(*message["graph"])
-                replayed = runner.graph_of(graph)
-                runner.pool.copy(message["copies"])
-                runner.compute(flat, message["shape"], count, targets, replayed)
+                replayed, copies = runner.graph_of(graph), message["copies"]
+                how = message["shape"], count, copies, targets, replayed
+                runner.scores = runner.compute(flat, *how)
                 self._has_launched()
+                continue
+            if message["call"] == "fetch":
+                self._answer(runner, sampled, count)
+                sampled = None
                 continue
             steps, *rest = self._receive(kinds, self.device)
             column_tensors, tables, (rows, bits) = rest[:9], rest[9:15], rest[15:]
@@ -562,30 +625,39 @@ class Follower(TensorParallel):
                     setattr(counts, name, table)
             counting = counts if message["counting"] else None
             mask = None if rows is None else Mask(rows, bits)
-            runner.choose_tokens(count, columns, steps, counting, mask)
+            sampled = runner.choose_tokens(count, columns, steps, counting, mask)
             self._has_launched()
-
-    def _has_launched(self) -> None:
-        if self.group.nccl is not None:  # see `Leader._broadcast`
-            self.advance()
 
     def _receive(self, kinds: Sequence[Any], device: torch.device) -> list[Any]:
         """The tensors that a message announces, or None for each that is not there."""
-        empty = [
-            None
-            if kind is None
-            else torch.empty(kind[1], dtype=getattr(torch, kind[0]), device=device)
-            for kind in kinds
-        ]
-        sizes = [0 if t is None else t.nbytes + -t.nbytes % ALIGNMENT for t in empty]
-        data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        raise NotImplementedError
+
+    def _has_launched(self) -> None:
+        """The rank has done what a message said."""
+
+    def _answer(self, runner: Any, sampled: SamplerOutput | None, count: int) -> None:
+        """Send what a step of ``count`` samples gave, where rank 0 doesn't know it."""
+        raise NotImplementedError
+
+
+class TensorFollower(Follower, TensorParallel):
+    """One of ranks that all do the same."""
+
+    def staging(self, size: int, device: torch.device) -> list[Tensor]:
+        if device.type != "cuda":
+            return super().staging(size, device)
+        self._next_message()  # it has its size
+        return self.memory.arrays(2, size, device)
+
+    def _has_launched(self) -> None:
+        if self.group.nccl is not None:  # see `TensorLeader.tell`
+            self.advance()
+
+    def _receive(self, kinds: Sequence[Any], device: torch.device) -> list[Any]:
+        data = torch.empty(sum(sizes_of(kinds)), dtype=torch.uint8, device=device)
         if len(data):
             self.group.broadcast(data)
-        parts = zip(empty, data.split(sizes), strict=True)
-        return [
-            None if t is None else part[: t.nbytes].view(t.dtype).view(t.shape)
-            for t, part in parts
-        ]
+        return tensors_of(data, kinds)
 
 
 def sampling_tensors(
@@ -603,38 +675,3 @@ def sampling_tensors(
         logprobs=message["logprobs"],
         full_rows=full_rows,
     )
-
-
-def start_ranks(
-    config: EngineConfig,
-    model: ModelConfig,
-    path: str | Path | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    random_weights: bool = False,
-    seed: int | None = None,
-) -> Ranks:
-    """The ranks for ``config``, which is resolved; those beside this one are started.
-
-    The other arguments are those of `load_model`, by which they load, too. Raises
-    ValueError for a model that isn't cut in so many, and for more ranks than there are
-    GPUs from ``device`` on; EngineError if one of them doesn't start.
-    """
-    size = config.tensor_parallel_size
-    if size > 1 or config.enable_expert_parallel:
-        check_shards(model, size, config.enable_expert_parallel)
-    if size == 1:
-        return ALONE
-    if device.type == "cuda":
-        count = torch.cuda.device_count() - device_of(device, 0).index
-        expected = f"at most {count}: each rank has a GPU of its own, from {device} on"
-        expect(size <= count, OPTION, size, expected)
-    options = {
-        "path": None if path is None else os.fspath(path),
-        "config": asdict(config),
-        "dtype": dtype_name(dtype),
-        "random_weights": random_weights,
-        "seed": seed,
-        "threads": torch.get_num_threads(),  # as many, for the same rounding
-    }
-    return Leader(size, options, device)

@@ -25,6 +25,15 @@ def discard(queue: list[Request], request: Request) -> bool:
     return queued
 
 
+def check_waiting(number: int, most: int) -> None:
+    """Raise QueueFullError if so many requests wait that no more may."""
+    if number >= most:
+        raise QueueFullError(
+            f"{number} requests wait already; expected fewer than {most}, "
+            "EngineConfig's max_waiting"
+        )
+
+
 @dataclass(eq=False)
 class RequestQueues:
     """All requests that have not ended, in the order of their ranks."""
@@ -65,11 +74,7 @@ class RequestQueues:
         A call is taken whole, however large, or not at all: raises QueueFullError if
         ``max_waiting`` requests wait already.
         """
-        if self.num_waiting >= self.max_waiting:
-            raise QueueFullError(
-                f"{self.num_waiting} requests wait already; expected fewer than "
-                f"{self.max_waiting}, EngineConfig's max_waiting"
-            )
+        check_waiting(self.num_waiting, self.max_waiting)
         for first in requests:
             for request in (first, *first.siblings):
                 index = request.request_id + request.priority * self.overtakes

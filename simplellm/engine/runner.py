@@ -7,19 +7,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import le
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig
-from simplellm.base.draft_position import DraftPosition, SamplePosition
-from simplellm.base.request import Request, TokenLogprobs
+from simplellm.base.draft_position import SamplePosition
 from simplellm.base.transfer import fetch, pinned, upload
 from simplellm.engine.block_tables import BlockTables
 from simplellm.engine.graphs import (
     MIXED_SIZES,
     MOST_CHUNKS,
+    Agreed,
     CapturedGraph,
     CaptureShape,
     capture_graphs,
@@ -29,30 +29,18 @@ from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks
 from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import has_drafts, sample_positions, verify_drafts
+from simplellm.engine.speculation import has_drafts, sample_positions
+from simplellm.engine.step_output import StepOutput, step_output
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.sampling.logprobs import (
     PromptScores,
     PromptTargets,
-    prompt_entries,
     prompt_targets,
     score_prompts,
-    token_logprobs,
 )
 from simplellm.sampling.masks import Mask, Masks
-
-
-class StepOutput(NamedTuple):
-    """What a step gave each chunk that samples, in their order."""
-
-    tokens: list[list[int]]
-    logprobs: list[list[TokenLogprobs] | None]
-    # Prompts that are scored, in parts: where one begins, and each token's logprobs.
-    prompts: Sequence[tuple[Request, int, list[TokenLogprobs]]] = ()
-    late: bool = False  # the device was done before the host came for it
-
 
 Flight = Callable[[], StepOutput]  # waits for what a step has sampled
 
@@ -210,29 +198,31 @@ class Runner:
 
     @torch.inference_mode()
     def start_forward(
-        self, scheduled: Sequence[ScheduledChunk], sampling: Sequence[SamplePosition]
+        self,
+        scheduled: Sequence[ScheduledChunk],
+        sampling: Sequence[SamplePosition],
+        agreed: Agreed | None = None,
     ) -> None:
-        """Start the forward pass of a step.
+        """Start the forward pass of a step, as other ranks may have ``agreed``.
 
         Leaves the logits of ``sampling`` in ``logits``, their likeliest tokens in
         ``sampled_tokens``, and what it finds of prompts in ``scores``. The next step
         writes over all three.
         """
         copies = self.manager.take_copies()
-        self.pool.copy(copies)
         drafting = self.proposer is not None and self.proposer.begin(scheduled)
         if copies:
             self.tables.invalidate()
             if self.proposer is not None:
                 self.proposer.copy(copies)
-        rows = len(scheduled)
-        decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), rows)
-        real = CaptureShape(
-            sum(chunk.length for chunk in scheduled), decodes, rows - decodes
-        )
-        graph = self._graph(scheduled, drafting) or self._mixed(real, len(sampling))
+        real = CaptureShape.of(scheduled)
+        if agreed is None:
+            graph = self._graph(scheduled, drafting) or self._mixed(real, len(sampling))
+            agreed = Agreed(graph, real.tokens)
+        graph = agreed.graph
         tokens, most, chunks, queries = real if graph is None else graph.shape
         if graph is None:
+            tokens = agreed.tokens
             # A sequence samples once. Where drafts are checked there are more samples,
             # and so more sequences, of no length.
             chunks += sum(len(chunk.request.drafts) for chunk in scheduled)
@@ -241,7 +231,7 @@ class Runner:
         staging = self.staging[self.buffer_index]
         batch = self.view(staging.numpy(), *shape)
         held = self.manager.tables
-        fill_batch(batch, scheduled, decodes, self.sampling, held, self.tables)
+        fill_batch(batch, scheduled, real.decodes, self.sampling, held, self.tables)
         flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
         targets = prompt_targets(scheduled, self.device)
         replayed = None if graph is None else graph.shape
@@ -249,17 +239,19 @@ class Runner:
         self.sampling = [*sampling]
         alone = graph is not None and not graph.shape.chunks
         self.step = scheduled, shape, graph.shape if graph and alone else None
-        self.scores = self.compute(flat, shape, len(sampling), targets, graph)
+        self.scores = self.compute(flat, shape, len(sampling), copies, targets, graph)
 
     def compute(
         self,
         flat: Tensor,
         shape: Sequence[int],
         count: int,
+        copies: Sequence[tuple[int, int]],
         targets: Sequence[PromptTargets],
         graph: CapturedGraph | None = None,
     ) -> list[PromptScores]:
         """A rank's part in a step ``flat``, of a ``shape`` as in `view`."""
+        self.pool.copy(copies)
         self.inputs[: len(flat)].copy_(flat, non_blocking=True)
         batch, hidden = self.view(self.inputs, *shape), self.hidden
         if graph is not None:
@@ -295,7 +287,7 @@ class Runner:
         if self.device.type == "cuda":  # always the same, for graphs and kernels
             return self.table_width
         tables = (self.manager.tables[chunk.request.request_id] for chunk in scheduled)
-        return max(len(table.groups[0]) for table in tables)
+        return max((len(table.groups[0]) for table in tables), default=1)
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[SamplePosition]) -> Flight:
@@ -371,7 +363,6 @@ class Runner:
         arrived = torch.cuda.Event() if self.device.type == "cuda" else None
         if arrived:
             arrived.record()
-        counts = [request.params.logprobs for request in requests]
         forced = [request.forced for request in requests]
 
         def wait() -> StepOutput:
@@ -383,11 +374,7 @@ class Runner:
             tokens = host_output.tolist()
             if drafted:
                 drafted(tokens)
-            scored = token_logprobs(counts, tokens, logprobs, full)
-            prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
-            new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
-            if any(isinstance(row, DraftPosition) for row in requests):
-                new, scored = verify_drafts(requests, new, scored)
-            return StepOutput(new, scored, prompts, late)
+            found = step_output(requests, forced, tokens, logprobs, full, scores)
+            return found._replace(late=late)
 
         return wait

@@ -1,5 +1,6 @@
 """What an engine says of its requests and pages, as plain data."""
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 
@@ -32,3 +33,18 @@ class Snapshot(TypedDict):
     running: list[RequestSnapshot]
     waiting: list[RequestSnapshot]
     pages: PagesSnapshot
+
+
+def join_pages(every: Sequence[PagesSnapshot]) -> PagesSnapshot:
+    """The pages of several as one's, numbered one after the other."""
+    whole = every[0]
+    for one in every[1:]:
+        first = whole["num_pages"]
+        for table in one["tables"].values():
+            table[:] = [[p + first if p >= 0 else p for p in pages] for pages in table]
+        whole["num_pages"] += one["num_pages"]
+        whole["free"] += one["free"]
+        whole["cached"] += [page + first for page in one["cached"]]
+        whole["references"] += one["references"]
+        whole["tables"] |= one["tables"]
+    return whole

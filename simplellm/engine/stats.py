@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from simplellm.base.request import Request
 
 if TYPE_CHECKING:  # it brings PyTorch, and whoever reads statistics may lack that
+    from simplellm.engine.data_scheduler import DataParallelScheduler
     from simplellm.engine.scheduler import Scheduler
 
 
@@ -79,7 +80,7 @@ class Meter:
                 self.itl.append((now - request.last_token_time) / len(tokens))
             request.last_token_time = now
 
-    def stats(self, scheduler: "Scheduler") -> Stats:
+    def stats(self, scheduler: "Scheduler | DataParallelScheduler") -> Stats:
         """All of it, with what the scheduler counts."""
         recent = list(self.recent)
         seconds = recent[-1][0] - recent[0][0] if recent else 0.0

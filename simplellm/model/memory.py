@@ -212,7 +212,7 @@ def num_pages(
         wanted_room = kv_bytes(model, longest, itemsize=itemsize, kv_cache_dtype=dtype)
         wanted_room += CPU_CACHE_BYTES
         share = int(free_bytes(device)[0] * CPU_CACHE_SHARE)
-        share //= config.tensor_parallel_size  # ranks on a CPU share its memory
+        share //= config.num_ranks  # ranks on a CPU share its memory
         room = max(CPU_CACHE_BYTES, min(share, wanted_room))
     each = page_bytes(model, config.page_size, itemsize, config.kv_cache_dtype)
     each += beside
@@ -265,6 +265,7 @@ class Need:
         else:
             step = kv_bytes(model, tokens, itemsize=itemsize, kv_cache_dtype=dtype)
             cache = config.cache_bytes or step
+        tokens *= config.data_parallel_size  # which meet at the experts
         step = activation_bytes(model, tokens, config.max_num_seqs, itemsize)
         return cls(in_all, cache, step)
 

@@ -42,6 +42,7 @@ def library() -> ctypes.CDLL:
         "ncclCommInitRank": [ctypes.POINTER(pointer), number, UniqueId, number],
         "ncclAllReduce": [pointer, pointer, size, number, number, pointer, pointer],
         "ncclAllGather": [pointer, pointer, size, number, pointer, pointer],
+        "ncclReduceScatter": [pointer, pointer, size, number, number, pointer, pointer],
         "ncclBroadcast": [pointer, pointer, size, number, number, pointer, pointer],
         "ncclCommAbort": [pointer],
     }
@@ -92,6 +93,12 @@ class Communicator:
         """Write all ranks' ``x`` [...] to ``out`` [size, ...]."""
         ends = x.data_ptr(), out.data_ptr()
         call("ncclAllGather", *ends, x.numel(), KINDS[x.dtype], *self._ends())
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
+        """Write this rank's part of all ranks' sum of ``x`` [size, ...] to ``out``."""
+        ends = x.data_ptr(), out.data_ptr()
+        numbers = out.numel(), KINDS[x.dtype], REDUCTIONS["SUM"]
+        call("ncclReduceScatter", *ends, *numbers, *self._ends())
 
     def broadcast(self, x: Tensor) -> None:
         """Write the first rank's ``x`` to that of the others."""

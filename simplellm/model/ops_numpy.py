@@ -141,12 +141,14 @@ def rope_and_cache(
     where = positions.numpy()
     cos, sin = (table.numpy()[where][:, None] for table in (attn.cos, attn.sin))
     rotate_few(x[:, :-kv_heads], cos, sin)
-    indices = slots.numpy()  # none is -1: padding is for captured graphs
+    indices = slots.numpy()
+    if indices[-1] < 0:  # padding, which comes last
+        indices = indices[indices >= 0]
     for pages, new in (
         (keys, x[:, -2 * kv_heads : -kv_heads]),
         (values, x[:, -kv_heads:]),
     ):
-        pages.numpy().reshape(-1, kv_heads, dim)[indices] = new
+        pages.numpy().reshape(-1, kv_heads, dim)[indices] = new[: len(indices)]
     return torch.from_numpy(x)[:, : -2 * kv_heads]
 
 
@@ -157,7 +159,7 @@ def attend(
     kv_heads = keys.shape[2]
     if group.queries > 1:
         return ops.attend(q, keys, values, group, sinks)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     scaled = q[: group.decodes].numpy() * np.float32(dim**-0.5)
     scaled = scaled.reshape(-1, kv_heads, heads // kv_heads, dim)  # [n, K, G, D]
     sink = -np.inf if sinks is None else sinks.numpy().reshape(kv_heads, -1, 1)

@@ -6,6 +6,8 @@ int64 keys, of a value and a token, and the filters add up tallies, which are in
 So the token is the one that a single rank would choose from the same logits, and all
 ranks know it.
 
+`ExpertExchange` is for ranks that have requests of their own, and share experts alone.
+
 T packed tokens, S rows of logits, V vocabulary, W of its tokens on this rank, R ranks.
 """
 
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from simplellm.base.noise import gumbel_noise
 from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.model.layers import Experts
 from simplellm.model.nccl import ID_BYTES, Communicator, unique_id
 from simplellm.model.ops import Ops
 from simplellm.model.sharded_choice import pack_keys, reach, token_of
@@ -109,6 +112,17 @@ class Group:
         self.before()
         self.gloo.allgather([each], [x.contiguous()]).wait()
         return torch.stack(each)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Of the sum of all ranks' ``x`` [R, ...], this rank's part [...].
+
+        Short floats are added as in `sum`.
+        """
+        if x.is_cuda:
+            part = torch.empty_like(x[0])
+            self.nccl.reduce_scatter(part, x.contiguous())
+            return part
+        return self.sum(x)[self.rank]
 
     def broadcast(self, x: Tensor) -> None:
         """Write the first rank's ``x`` to that of the others."""
@@ -302,6 +316,39 @@ class VocabularyShard:
         numbers = values.gather(1, local[:, None])[:, 0]
         keys = self.group.max(pack_keys(numbers, local + self.tokens.start))
         return token_of(keys)
+
+
+@dataclass(frozen=True)
+class ExpertExchange:
+    """Experts that the ranks share, where each rank has tokens of its own.
+
+    As many rows on each rank, padding among them. A rank's own are sent to all others,
+    each computes what its experts say of them, and the sums come back. Which of the
+    experts of a row are where, nobody needs to know before; every row goes to every
+    rank, which is little more than need be where a token has more experts than there
+    are ranks.
+    """
+
+    ops: Ops  # those of a rank alone
+    group: Group
+
+    def experts(self, x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
+        """`experts` of x [T, hidden], of which only some are on this rank."""
+        rows = torch.arange(len(x), device=x.device)
+        # Padding comes between rows that count, so that no table can skip it: what is
+        # computed of it, nobody reads, but it has to be numbers.
+        own = x.masked_fill((rows >= num_tokens)[:, None], 0)
+        every = self.group.all_gather(own).flatten(0, 1)  # [R * T, hidden]
+        all_rows = torch.full_like(num_tokens, len(every))
+        out = self.ops.experts(every, mlp, all_rows)
+        if out.ndim == 3:  # in parts
+            out = out.float().sum(1).to(x.dtype)
+        return self.group.reduce_scatter(out.unflatten(0, (-1, len(x))))
+
+
+def data_parallel_table(ops: Ops, group: Group) -> Ops:
+    """The table ``ops`` for a rank that shares nothing but the experts."""
+    return replace(ops, experts=ExpertExchange(ops, group).experts)
 
 
 def parallel(ops: Ops, group: Group, tokens: range, vocab_size: int) -> Ops:

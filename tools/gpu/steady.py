@@ -50,7 +50,9 @@ def fitting(prompt: int, answer: int, manager: PageManager) -> int:
 def steady(llm: LLM, prompt: int, answer: int, seconds: float) -> dict[str, Any]:
     """What one shape comes to."""
     scheduler = llm.engine_core.scheduler
-    count = min(scheduler.max_num_seqs, fitting(prompt, answer, scheduler.manager))
+    manager = scheduler.manager
+    assert isinstance(manager, PageManager)
+    count = min(scheduler.max_num_seqs, fitting(prompt, answer, manager))
     chance = random.Random(0)
     running = set()
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -95,15 +95,15 @@ def app(arguments: Arguments) -> serve.Application:
 def engines(arguments: Arguments, config: EngineConfig) -> serve.Deployment:
     """The deployment of the replicas.
 
-    The GPUs of a tensor-parallel group are those of one actor, so that Ray gives all of
-    them on one node or none: its ranks are processes that share memory.
+    The GPUs of an engine's ranks are those of one actor, so that Ray gives all of them
+    on one node or none: ranks are processes that share memory.
     """
     on_gpu = arguments.device != "cpu"
     at_once = config.resolved("cuda" if on_gpu else "cpu").max_num_seqs
     assert at_once is not None
     resources = {"num_cpus": arguments.num_cpus}
     if on_gpu:
-        resources["num_gpus"] = config.tensor_parallel_size
+        resources["num_gpus"] = config.num_ranks
     return serve.deployment(
         EngineReplica,
         # Twice as many as run at once: the engine's own queue is never empty.

@@ -6,7 +6,7 @@ from zlib import crc32
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from simplellm.server.remote.prefixes import ranked
+from simplellm.base.placement import ranked
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from simplellm.base.request import Event
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.folder import path_of
 from simplellm.engine.engine import Engine
-from simplellm.engine.ranks import start_ranks
+from simplellm.engine.start_ranks import start_ranks
 from simplellm.model.machine import find_device, find_dtype
 from simplellm.server.remote.wire import as_frame, frames, join_events, request_of
 from simplellm.server.start import freeze_objects

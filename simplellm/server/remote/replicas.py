@@ -19,12 +19,13 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from simplellm.base.grammar import Grammar
+from simplellm.base.placement import ranked
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import EngineBase
-from simplellm.engine.snapshot import Snapshot
+from simplellm.engine.snapshot import Snapshot, join_pages
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.client import EventStream, RemoteEngine, RemoteError
-from simplellm.server.remote.prefixes import Prefixes, digests_of, ranked
+from simplellm.server.remote.prefixes import Prefixes, digests_of
 from simplellm.server.start import WATCHDOG_TIMEOUT, Spawn
 
 LOGGER = logging.getLogger("simplellm")
@@ -304,24 +305,11 @@ class Replicas(EngineBase):
     def snapshot(self) -> Snapshot:
         """`Engine.snapshot` of all; their pages are numbered one after the other."""
         snapshots = [snapshot for _, snapshot in self._call_all(RemoteEngine.snapshot)]
-        first = 0
-        for one in snapshots:
-            pages = one["pages"]
-            for table in pages["tables"].values():
-                table[:] = [[p + first if p >= 0 else p for p in g] for g in table]
-            pages["cached"] = [page + first for page in pages["cached"]]
-            first += pages["num_pages"]
-        whole = snapshots[0]
-        for one in snapshots[1:]:
-            whole["running"] += one["running"]
-            whole["waiting"] += one["waiting"]
-            ours, pages = whole["pages"], one["pages"]
-            ours["num_pages"] += pages["num_pages"]
-            ours["free"] += pages["free"]
-            ours["cached"] += pages["cached"]
-            ours["references"] += pages["references"]
-            ours["tables"] |= pages["tables"]
-        return whole
+        return {
+            "running": [r for one in snapshots for r in one["running"]],
+            "waiting": [r for one in snapshots for r in one["waiting"]],
+            "pages": join_pages([one["pages"] for one in snapshots]),
+        }
 
     def compile(self, text: str) -> Grammar:
         return self._call_all(lambda engine: engine.compile(text))[0][1]

@@ -1,0 +1,182 @@
+"""Steps of several ranks at once, each with requests of its own."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from simplellm.base.config import EngineConfig
+from simplellm.base.draft_position import SamplePosition
+from simplellm.engine.data_ranks import DataLeader, RemoteRank
+from simplellm.engine.graphs import Agreed, CapturedGraph, CaptureShape
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.runner import Flight, Runner
+from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts
+from simplellm.engine.scheduler import ScheduledChunk
+from simplellm.engine.step_output import StepOutput, step_output
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.model import Model
+from simplellm.model.ops import PLAIN
+from simplellm.sampling.logprobs import PromptScores, PromptTargets
+from simplellm.sampling.masks import Mask
+
+
+class RemoteRunner(Runner):
+    """What rank 0 does of another rank's steps: all but to compute them.
+
+    ``like`` is rank 0's own runner, ``manager`` has the other's pages.
+    """
+
+    ranks: RemoteRank
+
+    def __init__(
+        self,
+        like: Runner,
+        manager: PageManager,
+        config: EngineConfig,
+        max_model_len: int,
+        rank: RemoteRank,
+    ) -> None:
+        nothing = torch.empty(0, dtype=like.model.dtype)
+        model = Model(
+            like.model.config,
+            PLAIN,
+            embed_tokens=nothing,
+            layers=(),
+            norm=nothing,
+            lm_head=nothing[None],
+        )
+        super().__init__(model, like.pool, manager, config, max_model_len, rank)
+        self.like = like
+
+    def compute(
+        self,
+        flat: Tensor,
+        shape: Sequence[int],
+        count: int,
+        copies: Sequence[tuple[int, int]],
+        targets: Sequence[PromptTargets],
+        graph: CapturedGraph | None = None,
+    ) -> list[PromptScores]:
+        return [PromptScores(part.request, part.first, ()) for part in targets]
+
+    def choose_tokens(
+        self,
+        count: int,
+        columns: SamplingTensors,
+        steps: Tensor,
+        counts: TokenCounts | None,
+        mask: Mask | None,
+    ) -> SamplerOutput:
+        self.counting = counts is not None
+        return SamplerOutput(self.sampled_tokens[:count])
+
+    def _pages(self, scheduled: Sequence[ScheduledChunk]) -> int:
+        if self.like.device.type == "cuda":
+            return self.table_width
+        return super()._pages(scheduled)
+
+    def sample(self, requests: Sequence[SamplePosition]) -> Flight:
+        self.counting = False
+        return super().sample(requests)
+
+    def _fetch(
+        self, requests: Sequence[SamplePosition], sampled: SamplerOutput
+    ) -> Flight:
+        self.ranks.tell("fetch", (), count=len(requests))
+        forced = [request.forced for request in requests]
+        scores, counting = self.scores, self.counting
+
+        def wait() -> StepOutput:
+            (tokens,), logprobs, full, *scored = self.ranks.answer()
+            if counting:  # as the other rank has counted them
+                with torch.inference_mode():
+                    self.counts.add(tokens)
+            pairs = zip(scores, scored, strict=True)
+            parts = [part._replace(scores=found) for part, found in pairs]
+            return step_output(requests, forced, tokens.tolist(), logprobs, full, parts)
+
+        return wait
+
+
+class DataParallelRunner(Runner):
+    """Rank 0's runner, which has the other ranks compute steps of their own, too.
+
+    ``managers`` have the pages of all ranks, this one's first.
+    """
+
+    ranks: DataLeader
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        manager: PageManager,
+        config: EngineConfig,
+        max_model_len: int,
+        ranks: DataLeader,
+        make_manager: Callable[[], PageManager],
+    ) -> None:
+        super().__init__(model, pool, manager, config, max_model_len, ranks)
+        self.others = [
+            RemoteRunner(self, make_manager(), config, max_model_len, rank)
+            for rank in ranks.others
+        ]
+
+    @property
+    def managers(self) -> list[PageManager]:
+        return [runner.manager for runner in (self, *self.others)]
+
+    def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
+        """Start to compute ``scheduled``, each rank its requests, in their order."""
+        runners: list[Runner] = [self, *self.others]
+        parts = [
+            [c for c in scheduled if c.request.request_id in runner.manager.tables]
+            for runner in runners
+        ]
+        rows = [[c.request for c in part if c.samples] for part in parts]
+        agreed = self._agree(parts, max(map(len, rows)))
+        steps = [*zip(runners, parts, rows, strict=True)]
+        for runner, part, sampling in reversed(steps):
+            # This rank last: in its forward pass it waits for the others.
+            runner.start_forward(part, sampling, agreed)
+        # Of the others' tokens this rank counts only those that it knows.
+        counted = any(row.params.penalizes for part in rows[1:] for row in part)
+        if counted or any(row.needs_last_token for part in rows for row in part):
+            self.drain()  # the devices compute meanwhile
+        flights: list[Flight] = []
+        try:
+            for runner, _, sampling in steps:
+                flights.append(runner.sample(sampling))
+        except BaseException:
+            for flight in flights:  # an answer that comes has to be read
+                flight()
+            raise
+
+        def wait() -> StepOutput:
+            self.ranks.will_wait()
+            outputs = [flight() for flight in flights]
+            tokens = [one for output in outputs for one in output.tokens]
+            logprobs = [one for output in outputs for one in output.logprobs]
+            prompts = [one for output in outputs for one in output.prompts]
+            return StepOutput(tokens, logprobs, prompts, outputs[0].late)
+
+        return wait
+
+    def _agree(self, parts: Sequence[Sequence[ScheduledChunk]], most: int) -> Agreed:
+        """How all ranks compute their ``parts`` of a step, of up to ``most`` samples.
+
+        Each has as many rows as the one with most: they meet at the experts.
+        """
+        graphs = [graph for part in parts if (graph := self._graph(part, False))]
+        if len(graphs) == len(parts):
+            graph = max(graphs, key=lambda graph: graph.size)
+            return Agreed(graph, graph.size)
+        shapes = zip(*map(CaptureShape.of, parts), strict=True)
+        whole = CaptureShape(*map(max, shapes))
+        return Agreed(self._mixed(whole, most), max(1, whole.tokens))
+
+    def invalidate(self) -> None:
+        super().invalidate()
+        for runner in self.others:
+            runner.invalidate()

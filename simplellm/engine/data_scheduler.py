@@ -1,0 +1,141 @@
+"""Schedulers of several ranks as one: who gets a request, and what all compute next."""
+
+from collections import ChainMap, Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from simplellm.base.config import MAX_SIZE
+from simplellm.base.placement import ranked
+from simplellm.base.request import Request
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.request_queues import check_waiting
+from simplellm.engine.scheduler import ScheduledChunk, Scheduler
+from simplellm.engine.snapshot import PagesSnapshot, join_pages
+
+
+class PageManagers:
+    """What is asked of the page managers of all ranks."""
+
+    def __init__(self, managers: Sequence[PageManager]) -> None:
+        self.managers = managers
+
+    @property
+    def usage(self) -> float:
+        """The share of all pages that sequences hold."""
+        return sum(one.usage for one in self.managers) / len(self.managers)
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Those of prefixes whose pages came back from the host."""
+        return sum(one.loaded_tokens for one in self.managers)
+
+    def snapshot(self) -> PagesSnapshot:
+        """Who holds which pages, numbered one rank after the other."""
+        return join_pages([one.snapshot() for one in self.managers])
+
+
+def num_cached(manager: PageManager, tokens: Sequence[int]) -> int:
+    """How many of the first ``tokens`` a new sequence would find."""
+    return len(manager._cached_prefix(tokens)) * manager.page_size
+
+
+class DataParallelScheduler:
+    """A `Scheduler` for each of several ranks, with its pages of ``managers``.
+
+    A request stays with its rank: where most of its prompt is cached, unless that one
+    has much more to do than another, or else where the fewest requests are. ``rules``
+    are the keyword arguments of each, but that ``max_waiting`` is of all together.
+    """
+
+    def __init__(
+        self, managers: Sequence[PageManager], *, max_waiting: int, **rules: Any
+    ) -> None:
+        self.manager, self.max_waiting = PageManagers(managers), max_waiting
+        self.ranks = [
+            Scheduler(manager, max_waiting=MAX_SIZE, **rules) for manager in managers
+        ]
+        self.max_num_seqs = self.ranks[0].max_num_seqs
+        self.finished: Counter[str] = Counter()  # requests by finish_reason
+        for one in self.ranks:
+            one.finished = self.finished
+        self.turn = 0  # requests so far, which break ties
+
+    @property
+    def requests(self) -> Mapping[int, Request]:
+        """All that have not ended, by id."""
+        return ChainMap(*(one.requests for one in self.ranks))
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Those that wait, rank by rank."""
+        return [*chain(*(one.waiting for one in self.ranks))]
+
+    @property
+    def running(self) -> list[Request]:
+        """Those that hold room in a cache, rank by rank."""
+        return [*chain(*(one.running for one in self.ranks))]
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, samples that wait for their prompt included."""
+        return sum(one.num_waiting for one in self.ranks)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request gave up its room."""
+        return sum(one.preemptions for one in self.ranks)
+
+    def _of(self, request_id: int) -> Scheduler | None:
+        """The rank's that has a request; None if that has ended."""
+        return next((one for one in self.ranks if request_id in one.requests), None)
+
+    def _choose(self, request: Request) -> int:
+        """The rank for a new request."""
+        numbers, count = range(len(self.ranks)), len(request.tokens)
+        loads = {n: len(self.ranks[n].requests) for n in numbers}
+        cached = {n: num_cached(self.ranks[n].manager, request.tokens) for n in numbers}
+        self.turn += 1
+        order = ranked(loads, cached, count, lambda n: (n - self.turn) % len(numbers))
+        return order[0]
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """`Scheduler.add`: each of these with its siblings to one of the ranks."""
+        check_waiting(self.num_waiting, self.max_waiting)
+        for first in requests:
+            self.ranks[self._choose(first)].add([first])
+
+    def withdraw(self, requests: Sequence[Request]) -> None:
+        """Undo an `add` that was interrupted, wherever that was."""
+        for first in requests:
+            (self._of(first.request_id) or self.ranks[0]).withdraw([first])
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request, wherever it is, and give back its room; once only."""
+        if (one := self._of(request.request_id)) is not None:
+            one.finish(request, reason)
+
+    def expire(self, now: float) -> list[Request]:
+        """End the requests whose deadline is over."""
+        return [*chain(*(one.expire(now) for one in self.ranks))]
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """What to compute now, the first rank's first."""
+        return [*chain(*(one.schedule() for one in self.ranks))]
+
+    def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
+        """`Scheduler.update_after_launch` of each rank's."""
+        for chunk in scheduled:
+            if (one := self._of(chunk.request.request_id)) is not None:
+                one.update_after_launch([chunk])
+
+    def update_from_output(
+        self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
+    ) -> list[tuple[Request, Sequence[int]]]:
+        """`Scheduler.update_from_output` of each rank's."""
+        new = []
+        sampling = [chunk for chunk in scheduled if chunk.samples]
+        for chunk, sampled in zip(sampling, tokens, strict=True):
+            if (one := self._of(chunk.request.request_id)) is not None:
+                new += one.update_from_output([chunk], [sampled])
+        return new

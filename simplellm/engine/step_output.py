@@ -1,0 +1,42 @@
+"""What a step gave its requests, put together on the host."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from simplellm.base.draft_position import DraftPosition, SamplePosition
+from simplellm.base.request import Request, TokenLogprobs
+from simplellm.engine.speculation import verify_drafts
+from simplellm.sampling.logprobs import PromptScores, prompt_entries, token_logprobs
+
+
+class StepOutput(NamedTuple):
+    """What a step gave each chunk that samples, in their order."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+    # Prompts that are scored, in parts: where one begins, and each token's logprobs.
+    prompts: Sequence[tuple[Request, int, list[TokenLogprobs]]] = ()
+    late: bool = False  # the device was done before the host came for it
+
+
+def step_output(
+    requests: Sequence[SamplePosition],
+    forced: Sequence[list[int]],
+    tokens: Sequence[int],
+    logprobs: Sequence[Tensor],
+    full: Sequence[Tensor],
+    scores: Sequence[PromptScores],
+) -> StepOutput:
+    """What a step gave ``requests``, from what it has sampled, which is on the host.
+
+    ``logprobs`` and ``full`` are those of a `SamplerOutput`.
+    """
+    counts = [request.params.logprobs for request in requests]
+    scored = token_logprobs(counts, tokens, logprobs, full)
+    prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
+    new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
+    if any(isinstance(row, DraftPosition) for row in requests):
+        new, scored = verify_drafts(requests, new, scored)
+    return StepOutput(new, scored, prompts)
