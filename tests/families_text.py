@@ -22,7 +22,7 @@ from tokenizers import (
     trainers,
 )
 
-from simplellm.base.files import Folder
+from simplellm.base.files import FolderFiles
 from simplellm.text.dialects.dialect import Dialect, open_family, tokenizer_data
 from simplellm.text.tokenizer import Tokenizer as OurTokenizer
 from simplellm.text.tokenizer import printed_bytes
@@ -568,5 +568,5 @@ def write_text_side(folder: Path, kind: str, template: Any = None) -> Path:
 
 def open_folder(folder: Path) -> tuple[OurTokenizer, Dialect]:
     """Our tokenizer and dialect of what `write_text_side` wrote."""
-    files = Folder(folder)
+    files = FolderFiles(folder)
     return open_family(files, tokenizer_data(files) or {})

@@ -24,7 +24,7 @@ from simplellm.sampling.allowed_tokens import (
     pack,
     without,
 )
-from simplellm.sampling.masks import Mask, Masks, apply_mask, on_device
+from simplellm.sampling.masks import Mask, Masks, apply_mask, bits_on_device
 
 CPU = torch.device("cpu")
 VOCAB = TINY.vocab_size
@@ -85,7 +85,7 @@ def test_choices_are_what_the_rules_say(
     request = Request([*prompt], 9, params, stops, bad_sequences=bad)
     request.tokens += output
     choices = AllowedTokens(request, SMALL)
-    row = on_device(choices, request, CPU)
+    row = bits_on_device(choices, request, CPU)
     wanted = {*range(SMALL)} - forbidden(request.tokens, len(prompt), request, SMALL)
     assert allowed_by(row.numpy(), SMALL) == wanted
 
@@ -304,5 +304,5 @@ def test_a_bad_word_may_come_where_nothing_else_can(llm: LLM) -> None:
     )
     request.tokens.append(a)
     choices = AllowedTokens(request, llm.config.vocab_size)
-    row = on_device(choices, request, CPU)
+    row = bits_on_device(choices, request, CPU)
     assert allowed_by(row.numpy(), llm.config.vocab_size) == {a, b}

@@ -43,7 +43,12 @@ from simplellm.engine.ranks import Leader
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import NUMPY
-from simplellm.model.parallel import Group, SymmetricMemory, VocabularyShard, parallel
+from simplellm.model.parallel import (
+    Group,
+    SymmetricMemory,
+    VocabularyShard,
+    parallel_table,
+)
 from simplellm.sampling.filters import Filters
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -73,7 +78,8 @@ def shard_of(
 ) -> Model:
     """A rank's part of a model in float32, with whole ``experts`` or parts of all."""
     shard, config = Shard(group.rank, group.size, experts), source.config
-    table = parallel(ops, group, shard.vocabulary(config), config.vocab_size)
+    tokens = shard.vocabulary(config)
+    table = parallel_table(VocabularyShard(ops, group, tokens, config.vocab_size))
     own = ShardedSource(source, shard, group.max)
     return read_weights(own, torch.float32, CPU, table)
 

@@ -22,7 +22,7 @@ class SmallFiles(Protocol):
         """What a text file says; None if there is none."""
 
 
-class Folder:
+class FolderFiles:
     """The `SmallFiles` of a folder as the hub has it."""
 
     def __init__(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from simplellm.base.config import (
     read_json,
     reraise_as,
 )
-from simplellm.base.files import Folder, SmallFiles
+from simplellm.base.files import FolderFiles, SmallFiles
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import MODELS
@@ -90,7 +90,7 @@ def small_files(path: Path) -> SmallFiles:
     """The `SmallFiles` of a checkpoint, folder or GGUF. Raises CheckpointError."""
     if is_gguf(path):
         return GGUFFiles(open_container(path), sampling_of(path))
-    return Folder(path)
+    return FolderFiles(path)
 
 
 def open_config(model: str | Path | None, random_weights: bool) -> ModelConfig:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 MIN_SPEEDUP = 1.02  # in tokens a second, or a step checks no drafts
 
 
-def accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+def accept_drafts(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
     """The tokens that are sure: those sampled up to the first wrong draft.
 
     ``sampled`` are len(drafts) + 1 tokens, each sampled after so many of the drafts.
@@ -30,7 +30,7 @@ def acceptance(drafts: Sequence[int], came: Sequence[int]) -> tuple[int, int]:
     return right, right
 
 
-def worthwhile(
+def choose_counts(
     chances: Sequence[float],
     offered: Sequence[int],
     computed: int,

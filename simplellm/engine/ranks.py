@@ -160,9 +160,9 @@ class TensorParallel(Several):
         shard = VocabularyShard(ops, self.group, self.tokens, model.vocab_size)
         if ops.name != "Triton":
             return parallel_table(shard)
-        from simplellm.model.kernels.reduce import reducing  # where Triton is
+        from simplellm.model.kernels.reduce import fuse_reduce  # where Triton is
 
-        return reducing(shard, dtype, model.hidden_size)
+        return fuse_reduce(shard, dtype, model.hidden_size)
 
     def local_sampling(
         self, columns: SamplingTensors, mask: Mask | None

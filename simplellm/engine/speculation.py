@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
-from simplellm.engine.drafts import acceptance, accepted, worthwhile
+from simplellm.engine.drafts import accept_drafts, acceptance, choose_counts
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.engine.suffix import SuffixDrafter
 
@@ -411,7 +411,7 @@ class Speculator:
         def cost(tokens: int) -> float:
             return self._cost(tokens, tokens - computed)
 
-        return worthwhile(chances, offered, computed, room, cost)
+        return choose_counts(chances, offered, computed, room, cost)
 
 
 @dataclass(eq=False)
@@ -586,7 +586,7 @@ def verify_drafts(
             if scores is not None and own is not None:
                 scores += own
         if drafts:
-            sampled = accepted(drafts, sampled)
+            sampled = accept_drafts(drafts, sampled)
         new.append(sampled)
         scored.append(scores if scores is None else scores[: len(sampled)])
     return new, scored

@@ -351,11 +351,6 @@ def data_parallel_table(ops: Ops, group: Group) -> Ops:
     return replace(ops, experts=ExpertExchange(ops, group).experts)
 
 
-def parallel(ops: Ops, group: Group, tokens: range, vocab_size: int) -> Ops:
-    """The table ``ops`` for a rank that has these ``tokens`` of the vocabulary."""
-    return parallel_table(VocabularyShard(ops, group, tokens, vocab_size))
-
-
 def parallel_table(shard: VocabularyShard) -> Ops:
     """The table of operations for a rank that has a ``shard``."""
     return replace(

@@ -25,10 +25,10 @@ from simplellm.sampling.allowed_tokens import AllowedTokens
 FORCING = 128
 
 
-def on_device(
+def bits_on_device(
     allowed: AllowedTokens, request: SamplePosition, device: torch.device
 ) -> Tensor:
-    """The bits for the next token, int32 [W]: the same tensor while they stay."""
+    """The bits for the next token, int32 [W]: the same tensor until they change."""
     state = allowed.mask_state(request)
     if allowed.row is None or allowed.state != state:
         bits = allowed.bits(*state).view(np.int32)
@@ -96,7 +96,7 @@ class Masks:
             if (allowed := self.allowed.get(owner)) is None:
                 allowed = self.allowed[owner] = AllowedTokens(owner, self.vocab_size)
             if allowed.grammar_state is None:
-                rows[index] = on_device(allowed, request, self.device)
+                rows[index] = bits_on_device(allowed, request, self.device)
                 continue
             if isinstance(request, DraftPosition):
                 state = state and state.after(request.drafts[-1], allowed.forces)

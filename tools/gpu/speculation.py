@@ -83,7 +83,7 @@ def write_head(folder: Path, model: ModelConfig) -> None:
 
 
 class Coin:
-    """In place of `accepted`: a draft is right by chance, if those before it are."""
+    """In place of `accept_drafts`: a draft is right by chance, if those before it are."""
 
     def __init__(self) -> None:
         self.chance, self.draw = 0.0, random.Random(0)
@@ -189,7 +189,7 @@ class Run:
         """A row of the record: medians of the turns, and times no speculation."""
         draw = random.Random(count)
         turns: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
-        with mock.patch("simplellm.engine.speculation.accepted", self.coin):
+        with mock.patch("simplellm.engine.speculation.accept_drafts", self.coin):
             for turn in range(self.args.turns + 1):
                 # The first one warms up, and what is known of other batches is gone.
                 for name in WAYS:

@@ -19,15 +19,15 @@ def sure(drafts, sampled):
     return sampled[: right + 1]
 
 
-def check_accepted(accepted):
+def check_accept_drafts(accept_drafts):
     """Every case of three drafts over a small vocabulary, and fewer drafts."""
     for count in (0, 1, 2, 3):
         for drafts in map(list, product((5, 6), repeat=count)):
             for sampled in map(list, product((5, 6, 7), repeat=count + 1)):
                 given = list(drafts), list(sampled)
-                found = accepted(*given)
+                found = accept_drafts(*given)
                 told = f"drafts {drafts}, sampled {sampled}"
-                is_list(found, "accepted")
+                is_list(found, "accept_drafts")
                 assert given == (drafts, sampled), f"{told}: yours changed them"
                 expected = sure(drafts, sampled)
                 right = len(expected) - 1
@@ -128,7 +128,7 @@ def stairs(n):
     return {1: 1.0, 4: 1.5, 8: 1.9}.get(next(s for s in (1, 4, 8, 999) if n <= s), 4.0)
 
 
-def check_worthwhile(worthwhile):
+def check_choose_counts(choose_counts):
     """Against all choices there are, on costs that are flat, straight, or stairs."""
     free, straight, steep = (lambda n: 1.0), (lambda n: 1 + 0.1 * n), float
     late = {1: 1.0, 2: 1.9, 3: 1.9, 4: 1.9}.__getitem__
@@ -186,9 +186,9 @@ def check_worthwhile(worthwhile):
         cases.append((chances, offered, size, room, costs, "not the most a second"))
     for chances, offered, computed, room, cost, why in cases:
         given = list(chances), list(offered)
-        found = worthwhile(*given, computed, room, cost)
+        found = choose_counts(*given, computed, room, cost)
         told = f"chances {chances}, offered {offered}, room {room}"
-        is_list(found, "worthwhile", "numbers of drafts")
+        is_list(found, "choose_counts", "numbers of drafts")
         assert given == (chances, offered), f"{told}: yours changed its arguments"
         assert len(found) == len(chances), f"{told}: a number for each, not {found}"
         fits = all(0 <= n <= most for n, most in zip(found, offered, strict=True))

@@ -8,31 +8,31 @@ def hub(ours: str, shape: str, theirs: str, split: str = "", needs: str = "") ->
     return Name(ours, shape, split, theirs, needs)
 
 
-def layered(
+def layer_name(
     ours: str, shape: str, theirs: str, split: str = "", needs: str = ""
 ) -> Name:
-    """One tensor of every layer that has it."""
+    """A tensor that every layer has, by its name on the hub."""
     where = f"model.layers.{{n}}.{theirs}"
     return hub(f"layers.{{n}}.{ours}", shape, where, split, needs)
 
 
 ATTENTION = (
-    layered("attn.qkv.weight", "QKV hidden", "self_attn.{q,k,v}_proj.weight", "QKV"),
-    layered("attn.o.weight", "hidden Q", "self_attn.o_proj.weight", "Q"),
+    layer_name("attn.qkv.weight", "QKV hidden", "self_attn.{q,k,v}_proj.weight", "QKV"),
+    layer_name("attn.o.weight", "hidden Q", "self_attn.o_proj.weight", "Q"),
 )
-QKV_BIAS = (layered("attn.qkv.bias", "QKV", "self_attn.{q,k,v}_proj.bias", "QKV"),)
+QKV_BIAS = (layer_name("attn.qkv.bias", "QKV", "self_attn.{q,k,v}_proj.bias", "QKV"),)
 # Of those families that let config.json say whether there are any.
 BIASES = (
     QKV_BIAS[0]._replace(needs="attention_bias"),
-    layered("attn.o.bias", "hidden", "self_attn.o_proj.bias", "", "attention_bias"),
+    layer_name("attn.o.bias", "hidden", "self_attn.o_proj.bias", "", "attention_bias"),
 )
 QK_NORMS = (
-    layered("attn.q_norm.weight", "D", "self_attn.q_norm.weight"),
-    layered("attn.k_norm.weight", "D", "self_attn.k_norm.weight"),
+    layer_name("attn.q_norm.weight", "D", "self_attn.q_norm.weight"),
+    layer_name("attn.k_norm.weight", "D", "self_attn.k_norm.weight"),
 )
 MLP = (
-    layered("mlp.gate_up.weight", "2F hidden", "mlp.{gate,up}_proj.weight", "2F"),
-    layered("mlp.down.weight", "hidden F", "mlp.down_proj.weight", "F"),
+    layer_name("mlp.gate_up.weight", "2F hidden", "mlp.{gate,up}_proj.weight", "2F"),
+    layer_name("mlp.down.weight", "hidden F", "mlp.down_proj.weight", "F"),
 )
 
 
@@ -47,10 +47,10 @@ def decoder(
     """
     return (
         hub("embed_tokens.weight", "V hidden", "model.embed_tokens.weight", "V"),
-        layered("attn_norm.weight", "hidden", "input_layernorm.weight"),
+        layer_name("attn_norm.weight", "hidden", "input_layernorm.weight"),
         *ATTENTION,
         *attention,
-        layered("mlp_norm.weight", "hidden", mlp_norm),
+        layer_name("mlp_norm.weight", "hidden", mlp_norm),
         *mlp,
         hub("norm.weight", "hidden", "model.norm.weight"),
         hub("lm_head.weight", "V hidden", "lm_head.weight", "V"),

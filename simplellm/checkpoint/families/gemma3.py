@@ -6,7 +6,7 @@ The text part of the models that see images is the same; images are not read.
 from typing import Any
 
 from simplellm.base.config import MAX_SIZE, check_number, expect, one_of
-from simplellm.checkpoint.families.decoder import MLP, QK_NORMS, decoder, layered
+from simplellm.checkpoint.families.decoder import MLP, QK_NORMS, decoder, layer_name
 from simplellm.checkpoint.families.family import TEXT_PART, Data, Family
 
 
@@ -43,11 +43,13 @@ GEMMA3 = Family(
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     names=decoder(
         *QK_NORMS,
-        layered("attn_post_norm.weight", "hidden", "post_attention_layernorm.weight"),
+        layer_name(
+            "attn_post_norm.weight", "hidden", "post_attention_layernorm.weight"
+        ),
         mlp_norm="pre_feedforward_layernorm.weight",
         mlp=(
             *MLP,
-            layered(
+            layer_name(
                 "mlp_post_norm.weight", "hidden", "post_feedforward_layernorm.weight"
             ),
         ),

@@ -1,11 +1,17 @@
 """Llama 3, 3.1, 3.2 and 3.3: the decoder that others vary."""
 
-from simplellm.checkpoint.families.decoder import BIASES, COMMON, MLP, decoder, layered
+from simplellm.checkpoint.families.decoder import (
+    BIASES,
+    COMMON,
+    MLP,
+    decoder,
+    layer_name,
+)
 from simplellm.checkpoint.families.family import Family
 
 MLP_BIASES = (
-    layered("mlp.gate_up.bias", "2F", "mlp.{gate,up}_proj.bias", "2F", "mlp_bias"),
-    layered("mlp.down.bias", "hidden", "mlp.down_proj.bias", "", "mlp_bias"),
+    layer_name("mlp.gate_up.bias", "2F", "mlp.{gate,up}_proj.bias", "2F", "mlp_bias"),
+    layer_name("mlp.down.bias", "hidden", "mlp.down_proj.bias", "", "mlp_bias"),
 )
 
 LLAMA = Family(

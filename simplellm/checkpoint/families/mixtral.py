@@ -1,6 +1,6 @@
 """Mixtral: Mistral with two experts of eight for each token."""
 
-from simplellm.checkpoint.families.decoder import decoder, layered
+from simplellm.checkpoint.families.decoder import decoder, layer_name
 from simplellm.checkpoint.families.family import Family
 from simplellm.checkpoint.families.mistral import MISTRAL_SIZES, same_windows
 
@@ -12,11 +12,11 @@ MIXTRAL = Family(
     architectures=("MixtralForCausalLM",),
     names=decoder(
         mlp=(
-            layered("router.weight", "E hidden", "block_sparse_moe.gate.weight"),
-            layered(
+            layer_name("router.weight", "E hidden", "block_sparse_moe.gate.weight"),
+            layer_name(
                 "experts.gate_up", "E 2I hidden", f"{EXPERT}.w{{1,3}}.weight", "2I"
             ),
-            layered("experts.down", "E hidden I", f"{EXPERT}.w2.weight", "I"),
+            layer_name("experts.down", "E hidden I", f"{EXPERT}.w2.weight", "I"),
         )
     ),
     defaults=MISTRAL_SIZES

@@ -8,17 +8,17 @@ from simplellm.checkpoint.families.decoder import (
     MLP,
     QK_NORMS,
     decoder,
-    layered,
+    layer_name,
 )
 from simplellm.checkpoint.families.family import Data, Family
 from simplellm.checkpoint.families.qwen2 import QWEN
 
 EXPERTS = (
-    layered("router.weight", "E hidden", "mlp.gate.weight"),
-    layered(
+    layer_name("router.weight", "E hidden", "mlp.gate.weight"),
+    layer_name(
         "experts.gate_up", "E 2I hidden", "mlp.experts.{e}.{gate,up}_proj.weight", "2I"
     ),
-    layered("experts.down", "E hidden I", "mlp.experts.{e}.down_proj.weight", "I"),
+    layer_name("experts.down", "E hidden I", "mlp.experts.{e}.down_proj.weight", "I"),
 )
 
 

@@ -107,7 +107,7 @@ def share(group: Group, words: int, rows: int) -> Peers | None:
     return Peers(addresses, group.rank, group.size, rows, words)
 
 
-def reducing(shard: VocabularyShard, dtype: torch.dtype, hidden_size: int) -> Ops:
+def fuse_reduce(shard: VocabularyShard, dtype: torch.dtype, hidden_size: int) -> Ops:
     """The table of a rank that has a ``shard``, and updates of ``dtype``."""
     ops, group = shard.ops, shard.group
     peers, nbytes = None, hidden_size * dtype.itemsize

@@ -6,7 +6,7 @@ from wrong import wrong
 LONGEST, SHORTEST = 4, 2  # as on the page
 
 
-@wrong("accepted", "after the last right draft is sure, too")
+@wrong("accept_drafts", "after the last right draft is sure, too")
 def gives_only_drafts(drafts, sampled):
     right = 0
     while right < len(drafts) and drafts[right] == sampled[right]:
@@ -14,18 +14,18 @@ def gives_only_drafts(drafts, sampled):
     return drafts[:right]
 
 
-@wrong("accepted", "a text that isn't there")
+@wrong("accept_drafts", "a text that isn't there")
 def goes_on_behind_a_wrong_one(drafts, sampled):
     right = [d for d, s in zip(drafts, sampled, strict=False) if d == s]
     return sampled[: len(right) + 1]
 
 
-@wrong("accepted", "a text that isn't there")
+@wrong("accept_drafts", "a text that isn't there")
 def takes_all(drafts, sampled):
     return list(sampled)
 
 
-@wrong("accepted", "expected")
+@wrong("accept_drafts", "expected")
 def answers_with_the_wrong_draft(drafts, sampled):
     for position, draft in enumerate(drafts):
         if draft != sampled[position]:
@@ -33,12 +33,12 @@ def answers_with_the_wrong_draft(drafts, sampled):
     return list(sampled)
 
 
-@wrong("accepted", "has to return a list")
+@wrong("accept_drafts", "has to return a list")
 def counts_them(drafts, sampled):
     return sum(d == s for d, s in zip(drafts, sampled, strict=False)) + 1
 
 
-@wrong("accepted", "returns nothing")
+@wrong("accept_drafts", "returns nothing")
 def forgets_to_return(drafts, sampled):
     right = [d for d, s in zip(drafts, sampled, strict=False) if d == s]
     sampled[: len(right) + 1]
@@ -171,7 +171,7 @@ def chosen(ranked, rows, tokens, best, speed_of, stop=False):
     return counts
 
 
-@wrong("worthwhile", "one draft doesn't pay here, and three do")
+@wrong("choose_counts", "one draft doesn't pay here, and three do")
 def stops_at_the_first_loss(chances, offered, computed, room, cost):
     ranked, tokens = survivals(chances, offered)[:room], len(chances)
     best = MIN_SPEEDUP * tokens / cost(computed)
@@ -179,13 +179,13 @@ def stops_at_the_first_loss(chances, offered, computed, room, cost):
     return chosen(ranked, len(chances), tokens, best, speed, stop=True)
 
 
-@wrong("worthwhile", "each token costs as much")
+@wrong("choose_counts", "each token costs as much")
 def ignores_the_cost(chances, offered, computed, room, cost):
     ranked, tokens = survivals(chances, offered)[:room], len(chances)
     return chosen(ranked, len(chances), tokens, tokens, lambda tokens, n: tokens)
 
 
-@wrong("worthwhile", "the likeliest drafts come first")
+@wrong("choose_counts", "the likeliest drafts come first")
 def goes_by_request(chances, offered, computed, room, cost):
     ranked = sorted(survivals(chances, offered), key=lambda pair: -pair[1])[:room]
     tokens = len(chances)
@@ -194,7 +194,7 @@ def goes_by_request(chances, offered, computed, room, cost):
     return chosen(ranked, len(chances), tokens, best, speed)
 
 
-@wrong("worthwhile", "far drafts seldom survive")
+@wrong("choose_counts", "far drafts seldom survive")
 def takes_the_chance_of_each(chances, offered, computed, room, cost):
     ranked = survivals(chances, offered, lambda chance, position: chance)[:room]
     tokens = len(chances)
@@ -203,7 +203,7 @@ def takes_the_chance_of_each(chances, offered, computed, room, cost):
     return chosen(ranked, len(chances), tokens, best, speed)
 
 
-@wrong("worthwhile", "there's room for 3 drafts")
+@wrong("choose_counts", "there's room for 3 drafts")
 def forgets_the_room(chances, offered, computed, room, cost):
     ranked, tokens = survivals(chances, offered), len(chances)
     best = MIN_SPEEDUP * tokens / cost(computed)
@@ -211,7 +211,7 @@ def forgets_the_room(chances, offered, computed, room, cost):
     return chosen(ranked, len(chances), tokens, best, speed)
 
 
-@wrong("worthwhile", "it gains less than MIN_SPEEDUP")
+@wrong("choose_counts", "it gains less than MIN_SPEEDUP")
 def takes_any_gain(chances, offered, computed, room, cost):
     ranked, tokens = survivals(chances, offered)[:room], len(chances)
     best = tokens / cost(computed)
@@ -219,7 +219,7 @@ def takes_any_gain(chances, offered, computed, room, cost):
     return chosen(ranked, len(chances), tokens, best, speed)
 
 
-@wrong("worthwhile", "what its other tokens cost, too")
+@wrong("choose_counts", "what its other tokens cost, too")
 def pays_for_drafts_alone(chances, offered, computed, room, cost):
     ranked, tokens = survivals(chances, offered)[:room], len(chances)
     best = MIN_SPEEDUP * tokens / cost(len(chances))
@@ -227,14 +227,14 @@ def pays_for_drafts_alone(chances, offered, computed, room, cost):
     return chosen(ranked, len(chances), tokens, best, speed)
 
 
-@wrong("worthwhile", "expected no drafts")
+@wrong("choose_counts", "expected no drafts")
 def counts_drafts_alone(chances, offered, computed, room, cost):
     ranked = survivals(chances, offered)[:room]
     speed = lambda tokens, n: tokens / cost(computed + n)  # noqa: E731
     return chosen(ranked, len(chances), 0.0, 0.0, speed)
 
 
-@wrong("worthwhile", "a number for each")
+@wrong("choose_counts", "a number for each")
 def gives_one_number(chances, offered, computed, room, cost):
     ranked, tokens = survivals(chances, offered)[:room], len(chances)
     best = MIN_SPEEDUP * tokens / cost(computed)
