@@ -83,7 +83,7 @@ def write_head(folder: Path, model: ModelConfig) -> None:
 
 
 class Coin:
-    """In place of `accept_drafts`: a draft is right by chance, if those before it are."""
+    """For `accept_drafts`: a draft is right by chance, if those before it are."""
 
     def __init__(self) -> None:
         self.chance, self.draw = 0.0, random.Random(0)
