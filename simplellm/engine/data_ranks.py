@@ -28,8 +28,8 @@ from simplellm.checkpoint.source import Source
 from simplellm.engine.ranks import (
     Follower,
     Leader,
-    Several,
-    Teller,
+    ParallelRank,
+    StepSender,
     as_bytes,
     kinds_of,
 )
@@ -38,7 +38,7 @@ from simplellm.model.ops import Ops
 from simplellm.model.parallel import data_parallel_table
 
 
-class DataParallel(Several):
+class DataParallel(ParallelRank):
     """One of several ranks that have all weights but the others' experts."""
 
     def shard(self, source: Source, config: EngineConfig) -> Source:
@@ -75,7 +75,7 @@ class DataLeader(Leader, DataParallel):
                 process.kill()
 
 
-class RemoteRank(Teller):
+class RemoteRank(StepSender):
     """Another rank, with requests of its own, as rank 0 sees it."""
 
     def __init__(
@@ -90,12 +90,14 @@ class RemoteRank(Teller):
     def span_of(self, flat: Tensor) -> tuple[int, int] | None:
         return self.leader.memory.span_of(flat)
 
-    def tell(self, call: str, tensors: Sequence[Tensor | None], **numbers: Any) -> None:
+    def send_call(
+        self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
+    ) -> None:
         message = {"call": call, "tensors": kinds_of(tensors), **numbers}
         self.link.send(message, as_bytes(tensors).numpy().tobytes())
 
     def answer(self) -> list[list[Tensor]]:
-        """What a step gave, which `tell` has asked for by "fetch".
+        """What a step gave, which `send_call` has asked for by "fetch".
 
         Tensors in lists: the tokens, their log-probabilities, those of the vocabulary,
         and what `score` says of each part of a prompt. Raises EngineError.

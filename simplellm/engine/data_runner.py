@@ -83,7 +83,7 @@ class RemoteRunner(Runner):
     def _fetch(
         self, requests: Sequence[SamplePosition], sampled: SamplerOutput
     ) -> Flight:
-        self.ranks.tell("fetch", (), count=len(requests))
+        self.ranks.send_call("fetch", (), count=len(requests))
         forced = [request.forced for request in requests]
         scores, counting = self.scores, self.counting
 

@@ -133,7 +133,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-class Several(Ranks):
+class ParallelRank(Ranks):
     """One of several ranks. ``group`` are all of them, once they have met."""
 
     group: Group
@@ -142,7 +142,7 @@ class Several(Ranks):
         return int(self.group.min(torch.tensor([number]))[0])
 
 
-class TensorParallel(Several):
+class TensorParallel(ParallelRank):
     """One of several ranks that have a part of each weight."""
 
     tokens: range  # of the vocabulary, this rank's
@@ -211,8 +211,8 @@ class Link:
         self.link.close()
 
 
-class Teller(Ranks):
-    """What others are told of a step, by `tell`."""
+class StepSender(Ranks):
+    """Sends each step to other ranks, by `send_call`."""
 
     columns: SamplingTensors | None = None  # that they have
     counts: Tensor | None = None  # of the tables that they have
@@ -221,7 +221,9 @@ class Teller(Ranks):
         """Where it lies in memory that they have; None if they don't."""
         raise NotImplementedError
 
-    def tell(self, call: str, tensors: Sequence[Tensor | None], **numbers: Any) -> None:
+    def send_call(
+        self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
+    ) -> None:
         """Send a message: what to do, and with which tensors."""
         raise NotImplementedError
 
@@ -238,7 +240,7 @@ class Teller(Ranks):
         step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
         step |= {"graph": graph, "span": self.span_of(flat)}
         sent = None if step["span"] else flat
-        self.tell("forward", [sent, *(t.tokens for t in targets)], **step)
+        self.send_call("forward", [sent, *(t.tokens for t in targets)], **step)
 
     def sample(
         self,
@@ -257,7 +259,7 @@ class Teller(Ranks):
         values += [*(columns.bias or (None,) * 3), *filters]
         tensors = [steps, *(values if other else [None] * len(values)), *tables]
         tensors += [None, None] if mask is None else [mask.rows, mask.bits]
-        self.tell(
+        self.send_call(
             "sample",
             tensors,
             count=count,
@@ -269,7 +271,7 @@ class Teller(Ranks):
         )
 
 
-class Leader(Several):
+class Leader(ParallelRank):
     """Rank 0, which starts the others. ``options`` are those of `follow` below."""
 
     def __init__(
@@ -445,7 +447,7 @@ class Leader(Several):
         self.folder.cleanup()
 
 
-class TensorLeader(Leader, TensorParallel, Teller):
+class TensorLeader(Leader, TensorParallel, StepSender):
     """Rank 0 of ranks that all do the same."""
 
     def staging(self, size: int, device: torch.device) -> list[Tensor]:
@@ -459,7 +461,9 @@ class TensorLeader(Leader, TensorParallel, Teller):
     def span_of(self, flat: Tensor) -> tuple[int, int] | None:
         return self.memory.span_of(flat)
 
-    def tell(self, call: str, tensors: Sequence[Tensor | None], **numbers: Any) -> None:
+    def send_call(
+        self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
+    ) -> None:
         for link in self.links:
             link.send({"call": call, "tensors": kinds_of(tensors), **numbers})
         if self.group.nccl is not None:  # what they wait for is not on the host
@@ -558,7 +562,7 @@ class SharedMemory:
         self.number = -1
 
 
-class Follower(Several):
+class Follower(ParallelRank):
     """A rank other than 0, which carries out the messages of ``link``."""
 
     def __init__(
@@ -650,7 +654,7 @@ class TensorFollower(Follower, TensorParallel):
         return self.memory.arrays(2, size, device)
 
     def _has_launched(self) -> None:
-        if self.group.nccl is not None:  # see `TensorLeader.tell`
+        if self.group.nccl is not None:  # see `TensorLeader.send_call`
             self.advance()
 
     def _receive(self, kinds: Sequence[Any], device: torch.device) -> list[Any]:
