@@ -118,7 +118,7 @@ def test_each_has_hints_a_story_and_a_source(number: int) -> None:
     assert all(re.match(r"Hint \d</summary>", hint) for hint in hints)
     assert solution.startswith("Solution</summary>")
     assert re.search(rf"`[\w.]*\b{mutation(number).function.__name__}`", solution)
-    assert re.search(r"^In the world\b.*\]\(https://", solution, re.M | re.S)
+    assert re.search(r"^In the wild\b.*\]\(https://", solution, re.M | re.S)
     name = culprit(number).rpartition(".")[2]
     assert not re.search(rf"\b{name}\b", report)
     assert mutation(number).new not in report.replace("`", "")

@@ -33,8 +33,8 @@ def call_rule(function: str, name: str) -> str:
     Its header names the function before the channel or after it: gpt-oss writes both.
     """
     before = json.dumps(f" to=functions.{function}")
-    behind = json.dumps(f"commentary to=functions.{function}")
-    header = f'({before} <|channel|> "commentary" | <|channel|> {behind})'
+    after = json.dumps(f"commentary to=functions.{function}")
+    header = f'({before} <|channel|> "commentary" | <|channel|> {after})'
     return f"{header} json? <|message|> @{name} <|call|>"
 
 
