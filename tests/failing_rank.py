@@ -53,7 +53,7 @@ if __name__ == "__main__":
         "loads": (Model, "__post_init__", 1),
         "prompt": (Runner, "compute", 1),
         "decode": (Runner, "compute", 4),
-        "draws": (Runner, "choose", 3),
+        "draws": (Runner, "choose_tokens", 3),
         "adds up": (Group, "sum", 9),
     }
     owner, name, call = places[when]

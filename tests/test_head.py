@@ -158,7 +158,7 @@ def test_captured_drafts_are_those_of_other_steps(
         return SimpleNamespace(replay=replay, pool=lambda: "a pool")
 
     monkeypatch.setattr(graphs, "capture_graph", tape)
-    monkeypatch.setattr(head_drafter, "record", recorded)
+    monkeypatch.setattr(head_drafter, "capture_graph", recorded)
     config = replace(SMALL, speculative=str(tmp_path), num_speculative_tokens=5)
     found = []
     for captured in (False, True):
@@ -221,7 +221,7 @@ def test_a_step_without_drafts_is_one_of_an_engine_without_them(
     write_head(tmp_path, model.config)
     monkeypatch.setattr(graphs, "capture_graph", tape)
     replays = lambda run, pool=None: SimpleNamespace(replay=run, pool=lambda: pool)  # noqa: E731
-    monkeypatch.setattr(head_drafter, "record", replays)
+    monkeypatch.setattr(head_drafter, "capture_graph", replays)
     monkeypatch.setitem(DRAFTERS, "suffix", WrongDrafter)
     plain = replace(SMALL, page_size=64, num_pages=40)
     name = str(tmp_path) if kind == "head" else kind
