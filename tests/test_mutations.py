@@ -70,8 +70,8 @@ MUTATIONS = {
     "router's bias dropped": Mutation(feed_forward.route, "weight, bias)", "weight)"),
     "down's bias not weighted": Mutation(
         ops.experts,
-        "y * scores.flatten()[pair_ids, None]",
-        "(y - second_bias) * scores.flatten()[pair_ids, None] + second_bias",
+        "y * shares.flatten()[pair_ids, None]",
+        "(y - second_bias) * shares.flatten()[pair_ids, None] + second_bias",
     ),
     "biases of q, k and v dropped": Mutation(
         ops.rope_and_cache, "x + attn.qkv_bias.float()", "x"
