@@ -352,10 +352,12 @@ def source_of(thing: Any, blank: Blank) -> str:
 def fit(right: list[Blank]) -> list[Blank]:
     """Those of ``right`` that an engine uses here; tells which ones it does not."""
     kernels = [b for b in right if b.module and b.is_kernel and not has_gpu()]
-    lessons = [b for b in right if not b.module]
+    lessons = [b for b in right if not b.module and b.chapter not in NEEDED]
+    others = [b for b in right if not b.module and b.chapter in NEEDED]
     tell("yours, for a lesson that no engine needs", map(str, lessons))
+    tell("yours, which the end of their own page runs", map(str, others))
     tell("yours, checked in the interpreter; without a GPU not used", map(str, kernels))
-    return [blank for blank in right if blank not in [*lessons, *kernels]]
+    return [blank for blank in right if blank not in [*lessons, *others, *kernels]]
 
 
 def tell(what: str, names: Iterable[str]) -> None:

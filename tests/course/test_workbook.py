@@ -441,6 +441,16 @@ def test_an_appendix_is_asked_through_what_its_reader_wrote(
     assert chapter[0] != "c" or said.count("8: 47 + 85 = 132 ") == 2
 
 
+def test_what_an_engine_leaves_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    names = "MXFP4.dequantize", "step_ahead", "read_events"
+    right = [blank for blank in BLANKS if blank.name in names]
+    assert [blank.name for blank in mine.fit(right)] == ["MXFP4.dequantize"]
+    assert capsys.readouterr().out.splitlines() == [
+        "yours, for a lesson that no engine needs: step_ahead",
+        "yours, which the end of their own page runs: read_events",
+    ]
+
+
 def test_a_form_is_for_the_page_that_has_masks() -> None:
     with pytest.raises(ValueError, match="appendix B"):
         mine.ask_here(notebook(), [PROMPT], form=("byte", frozenset([7])))
