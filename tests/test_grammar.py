@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
+from jsonschema import validate
+from models import saying
 from random_schemas import large_tokenizer
 
-from simplellm import LLM
+from simplellm import LLM, SamplingParams
 from simplellm.api.futures import future_of
 from simplellm.api.outputs import RequestOutput
 from simplellm.api.results import outputs
@@ -83,8 +85,53 @@ def test_whatever_is_drawn_fits(
         if output.finish_reason == "stop":
             assert FITS.fullmatch(output.text), output.text
         else:
-            assert output.finish_reason == "length" and len(output.token_ids) == 90
+            assert output.finish_reason == "length" and len(output.token_ids) <= 90
             grammar.start().advance(output.token_ids)  # or it raises
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "some": {
+            "type": "array",
+            "items": {"enum": ["red", "green"]},
+            "minItems": 2,
+        },
+        "day": {"type": "string", "format": "date"},
+        "count": {"type": "number"},
+    },
+    "required": ["text", "day", "count"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"repetition_penalty": 1.1}])
+def test_a_text_is_closed_before_its_limit(llm: LLM, more: dict[str, Any]) -> None:
+    """A model that is at a loss writes its string for ever; it is JSON all the same."""
+    asked = {"structured_outputs": {"json": SCHEMA}, "temperature": 1.0, **more}
+    for most in (60, 75, 90):
+        params = [SamplingParams(**asked, seed=n, max_tokens=most) for n in range(4)]
+        found = llm.generate(PROMPTS, params).result()
+        for output in found:
+            validate(json.loads(output.text), SCHEMA)
+        cut = [output for output in found if output.finish_reason == "length"]
+        assert cut and all(most - 12 < len(o.token_ids) <= most for o in cut)
+
+
+def test_what_is_not_begun_is_not_closed(llm: LLM) -> None:
+    """No call is made up where a turn's limit comes within its thoughts."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    thinks = "<|channel|>analysis<|message|>" + "So. " * 50
+    with saying(llm, thinks):
+        options = {"tools": [tool], "tool_choice": "required", "max_tokens": 30}
+        (turn,) = llm.chat([[{"role": "user", "content": "Hi"}]], **options)
+    assert turn.finish_reason == "length" and not turn.tool_calls
+    begun = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    with saying(llm, begun + '{"a": "' + "So. " * 50):
+        (turn,) = llm.chat([[{"role": "user", "content": "Hi"}]], **options)
+    assert turn.finish_reason == "length"
+    assert json.loads(turn.tool_calls[0].arguments)["a"].startswith("So. So.")
 
 
 def test_forced_tokens_take_no_step_of_their_own(

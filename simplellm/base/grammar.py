@@ -41,13 +41,29 @@ class Grammar:
     # of their states are made one after another, however many threads there are.
     others: Sequence[Any] = ()
     turns: Iterator[int] = field(default_factory=count)
+    closers: "Closers | None" = None
 
     def start(self, request_id: int | None = None) -> "GrammarState":
         """The state at the beginning, of the request of this id."""
         every = self.matcher, *self.others
-        return GrammarState(
-            every[next(self.turns) % len(every)].deep_copy(), request_id
-        )
+        matcher = every[next(self.turns) % len(every)].deep_copy()
+        return GrammarState(matcher, request_id, self.closers)
+
+
+@dataclass(frozen=True, eq=False)
+class Closers:
+    """The tokens that bring a text to its end, the quickest first."""
+
+    tokens: np.ndarray  # int64 [N]
+    control: frozenset[int]  # the control tokens of the model, some of which end a text
+
+    def first_allowed(self, bitmask: bytes) -> int:
+        """The first of the tokens that a mask of llguidance allows, or any other."""
+        bits = np.frombuffer(bitmask, dtype=np.uint8)
+        allowed = bits[self.tokens // 8] >> (self.tokens % 8) & 1
+        if allowed.any():
+            return int(self.tokens[allowed.argmax()])
+        return int(np.unpackbits(bits, bitorder="little").argmax())
 
 
 def reason_of(matcher: Any) -> str:
@@ -60,8 +76,10 @@ def reason_of(matcher: Any) -> str:
 class GrammarState:
     """How far one output has come in its grammar."""
 
-    def __init__(self, matcher: Any, request_id: int | None) -> None:
-        self.matcher, self.request_id = matcher, request_id
+    def __init__(
+        self, matcher: Any, request_id: int | None, closers: Closers | None = None
+    ) -> None:
+        self.matcher, self.request_id, self.closers = matcher, request_id, closers
         self.length = 0  # tokens of the output that were taken
 
     def advance(self, new: Sequence[int]) -> None:
@@ -98,6 +116,26 @@ class GrammarState:
         """The tokens that have to come next, as many as are sure."""
         tokens: list[int] = self.matcher.compute_ff_tokens()
         return tokens
+
+    def closing(self, most: int) -> list[int]:
+        """Tokens, ``most`` at most, that complete the text which the output is in.
+
+        None where there are none, nor where more of the output would have to follow:
+        thoughts are not ended for the sake of an answer that isn't begun.
+        """
+        matcher, tokens = self.matcher.deep_copy(), list[int]()
+        while self.closers is not None and len(tokens) <= most:
+            if matcher.is_error():
+                return []
+            if matcher.is_stopped() or matcher.is_accepting():
+                return tokens if len(tokens) <= most else []
+            if not self.closers.control.isdisjoint(tokens):
+                return []
+            new = matcher.compute_ff_tokens()
+            new = new or [self.closers.first_allowed(matcher.compute_bitmask())]
+            matcher.consume_tokens(new)
+            tokens += new
+        return []
 
 
 class BitmaskFiller:

@@ -4,8 +4,10 @@ Bit v % 32 of word v // 32 allows token v. V vocabulary, W = ceil(V / 32) words.
 that they depend on is known without the device.
 """
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from operator import neg, sub
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from simplellm.base.request import Request
 from simplellm.text.tokenizer import Tokenizer
 
 Bits = np.ndarray  # uint32 [W]
+# Where so many tokens are left, the grammar is asked what would close the text that the
+# output is in. That takes some masks, so that it isn't asked at each token.
+CLOSE_AT = (32, 24, 18, 14, 11, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 
 
 def bad_sequences(words: Iterable[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -73,6 +78,10 @@ class AllowedTokens:
         self.forces = not sampled
         # Tokens that the grammar forces next, and the request has not been given yet.
         self.pending_forced: list[int] = []
+        # Tokens that close its text, once they have to come; how often it was asked.
+        self.closing: list[int] = []
+        self.asked = 0
+        self.closes = grammar is not None and not params.restricts
 
     def completed(self, request: SamplePosition) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
@@ -106,10 +115,35 @@ class AllowedTokens:
         new = request.tokens[request.num_prompt + self.grammar_state.length :]
         self.grammar_state.advance(new)
         self.pending_forced = self.pending_forced[len(new) :]
+        self.closing = self.closing[len(new) :]
+        if self.closes:
+            self.close_in_time(request)
         if self.forces and not self.pending_forced:
             self.pending_forced = self.grammar_state.forced()
         count = request.max_tokens - request.num_output if several else 1
         return self.pending_forced[:count]
+
+    def close_in_time(self, request: Request) -> None:
+        """Close the output's text if the tokens left are just enough for it.
+
+        It ends for its length all the same: at its limit, which moves to where the text
+        is closed. One that suddenly needs more than is left, since the model begins a
+        large element, stays open. The outcome doesn't depend on how many forced tokens a step adds:
+        those are the first ones of what closes the text.
+        """
+        left = request.max_tokens - request.num_output
+        passed = bisect(CLOSE_AT, -left, key=neg)  # of the places where it is asked
+        if self.closing or passed <= self.asked or self.grammar_state is None:
+            return
+        gaps = map(sub, CLOSE_AT[self.asked : passed], [*CLOSE_AT, 0][self.asked + 1 :])
+        self.asked = passed
+        tokens = self.grammar_state.closing(left)
+        while tokens and tokens[-1] in request.stop_ids:
+            tokens.pop()
+        if tokens and left - len(tokens) <= max(gaps) + 1:
+            self.closing = tokens
+            self.pending_forced = tokens if self.forces else []
+            request.max_tokens = request.num_output + len(tokens)
 
     def mask_state(self, request: SamplePosition) -> tuple[bool, Collection[int]]:
         """What `bits` depend on."""

@@ -17,7 +17,7 @@ from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.grammar import BitmaskFiller, GrammarState
 from simplellm.base.request import Request
 from simplellm.base.transfer import pinned, upload
-from simplellm.sampling.allowed_tokens import AllowedTokens
+from simplellm.sampling.allowed_tokens import CLOSE_AT, AllowedTokens
 
 # Rows of a step in which a request may append several forced tokens. In larger ones the
 # step then takes longer by more than is saved: of 256 constrained requests an H200 made
@@ -100,6 +100,8 @@ class Masks:
                 continue
             if isinstance(request, DraftPosition):
                 state = state and state.after(request.drafts[-1], allowed.forces)
+                if owner.max_tokens - request.num_output <= CLOSE_AT[0]:
+                    state = None  # there each token is looked at
                 request.valid = state is not None
             else:
                 request.forced = allowed.advance(request, several)
@@ -125,6 +127,9 @@ class Masks:
         bits = staging.numpy().view(np.uint32)
         self.filler.fill([state for _, _, state in constrained], bits)
         for row, (request, allowed, _) in zip(bits, constrained, strict=True):
+            if allowed.closing:
+                row[:] = 0
+                row[allowed.closing[0] // 32] = np.uint32(1) << allowed.closing[0] % 32
             if request.params.restricts:
                 allowed.restrict(row, request)
         return staging.to(self.device, non_blocking=True, copy=True)

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from simplellm.base.grammar import Grammar, GrammarError, llguidance, reason_of
+import numpy as np
+
+from simplellm.base.grammar import (
+    Closers,
+    Grammar,
+    GrammarError,
+    llguidance,
+    reason_of,
+)
 from simplellm.structured.rules import rules_text
 from simplellm.structured.schemas import innermost_refused
 from simplellm.text.tokenizer import Tokenizer
@@ -29,6 +37,8 @@ MOST_FORCED = 1000  # characters
 # Lexers of a grammar, so that as many threads can make its masks at once. One that the
 # processor needs longer than QUICK seconds for has one lexer only.
 MOST_LEXERS, QUICK = min(8, os.cpu_count() or 1), 0.005
+# Signs that end a value of JSON, and then what a missing one may be made of.
+CLOSERS = b'"}],:0123456789-tfn[{ '
 SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refused
 
 
@@ -91,6 +101,19 @@ class Grammars:
         wrapped = library.TokenizerWrapper(library_vocabulary)
         return library.LLTokenizer(wrapped, self.vocab_size, ends)
 
+    @cached_property
+    def closers(self) -> Closers:
+        """What ends a text: a control token, a quote, a bracket, or else a short value.
+
+        Within a string a bracket is a letter, so that the quote goes first.
+        """
+        ids = range(self.vocab_size)
+        control = frozenset(id for id in ids if self.tokenizer.is_special(id))
+        known = {token: id for id, token in self.tokenizer.tokens.items()}
+        signs = (known.get(bytes([byte])) for byte in CLOSERS)
+        some = [*control, *(id for id in signs if id is not None)]
+        return Closers(np.array(some, dtype=np.int64), control)
+
     def compile(self, text: str) -> "Grammar":
         """The grammar of ``text``, Lark or JSON for llguidance. Raises GrammarError."""
         library, inputs = llguidance(), (self.vocabulary, text)
@@ -106,7 +129,7 @@ class Grammars:
         others = [
             library.LLMatcher(*inputs, log_level=0, limits=limits) for _ in range(more)
         ]
-        return Grammar(text, matcher, others)
+        return Grammar(text, matcher, others, closers=self.closers)
 
 
 Compile = Callable[[str], Grammar]
