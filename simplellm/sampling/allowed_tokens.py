@@ -126,10 +126,10 @@ class AllowedTokens:
     def close_in_time(self, request: Request) -> None:
         """Close the output's text if the tokens left are just enough for it.
 
-        It ends for its length all the same: at its limit, which moves to where the text
-        is closed. One that suddenly needs more than is left, since the model begins a
-        large element, stays open. The outcome doesn't depend on how many forced tokens a step adds:
-        those are the first ones of what closes the text.
+        The output ends for its length all the same: at its limit, which moves to where
+        the text is closed. A text stays open if it suddenly needs more than is left,
+        since the model begins a large element. The outcome doesn't depend on how many
+        forced tokens a step adds: they are the first ones of what closes the text.
         """
         left = request.max_tokens - request.num_output
         passed = bisect(CLOSE_AT, -left, key=neg)  # of the places where it is asked
