@@ -130,7 +130,9 @@ class DataFollower(Follower, DataParallel):
 
     def _receive(self, kinds: Sequence[Any], device: torch.device) -> list[Any]:
         tensors = self.link.receive_tensors(kinds)
-        return [t if t is None else t.to(device) for t in tensors]
+        if device.type == "cuda":  # so that it need not wait for the GPU
+            tensors = [t if t is None else t.pin_memory() for t in tensors]
+        return [t if t is None else t.to(device, non_blocking=True) for t in tensors]
 
     def _answer(self, runner: Any, sampled: SamplerOutput | None, count: int) -> None:
         if sampled is None:  # the likeliest tokens

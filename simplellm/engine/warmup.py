@@ -137,6 +137,8 @@ def warm_up(
     shapes += [CaptureShape.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
     shapes += [CaptureShape(size, size) for size in bucket_sizes(seqs)]
     shapes += verify_shapes(seqs, config.max_drafts)
+    if (ranks := config.data_parallel_size) > 1:  # all of whose rows meet there
+        prompts += [ranks * shape.tokens for shape in shapes]
     steps: list[Callable[[Ops], object]] = [
         *(partial(dummy_run_experts, runner, size) for size in dict.fromkeys(prompts)),
         *(partial(dummy_sampler_run, runner, params) for params in DRAWS),
