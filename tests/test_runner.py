@@ -57,7 +57,7 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]
 
 
 class Tape:
-    """Stands for `graphs.record`: it computes again instead of replaying a graph."""
+    """In place of `graphs.capture_graph`: it computes again and replays no graph."""
 
     def __init__(self, room: int = 10**9, error: type[Exception] = CaptureError):
         self.room, self.error = room, error
