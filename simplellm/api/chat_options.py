@@ -26,7 +26,7 @@ FORMAT_NAME = re.compile(r"[\w-]{1,64}")  # as with OpenAI
 
 @dataclass(frozen=True)
 class Format:
-    """The format of an answer: its ``rules``, or None, and what the model is told.
+    """The format of an answer: its ``rules``, or None, and its text for the model.
 
     ``where`` is the parameter that asks for it.
     """

@@ -58,7 +58,7 @@ def calculate(expression: str) -> int | float:
 
 
 def call_tool(name: str, arguments: str) -> str:
-    """What the model is told when it calls function ``name``; never raises."""
+    """The result of a call of function ``name``, for the model; never raises."""
     if name != "calculator":
         return f"error: there is no function {name!r}; expected 'calculator'"
     try:

@@ -112,7 +112,7 @@ Origins = Annotated[
 
 
 def served_name(model: str | None) -> str:
-    """What clients call a checkpoint unless they are told otherwise."""
+    """The default name of a checkpoint for clients."""
     if model is None:
         return EMBEDDED_NAME
     path = Path(model).resolve()

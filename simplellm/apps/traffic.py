@@ -59,8 +59,8 @@ class Outcome:
         """Seconds between tokens.
 
         Of k tokens that came at once, g seconds after those before them, each counts
-        g / k. Those that came with the first one count nothing. Tokens that are not
-        told are spread evenly over the parts of the answer.
+        g / k. Those that came with the first one count nothing. Tokens of which
+        the server sends no ids are spread evenly over the parts of the answer.
         """
         each = self.output_tokens / max(1, len(self.tokens))
         parts = [(when, each * len([*group])) for when, group in groupby(self.times)]

@@ -5,7 +5,7 @@ those with nothing to do with rows of padding: their experts are wanted. An engi
 each rank, as in vLLM, would have to agree with the others on whether anybody is busy
 and on a step's size, before each step, and requests, aborts, grammars and statistics
 would have to travel. Here, whoever schedules knows all that before anybody computes.
-What travels is what ranks of tensor parallelism are told, to each its own: the flat
+What travels is what ranks of tensor parallelism get, to each its own: the flat
 int32 array, which lies in memory that all processes share, and the sampling tensors.
 Back come tokens and log-probabilities. So aborts, prefix caches, Ctrl-C and the death
 of a rank are what they are with one rank. The price is that one processor prepares the

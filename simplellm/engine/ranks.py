@@ -280,7 +280,7 @@ class Leader(ParallelRank):
         self.size, self.processes = size, list[subprocess.Popen[bytes]]()
         self.links: list[Link] = []
         self.closed = False
-        self.aborted = ""  # why the GPUs were told to wait no longer
+        self.aborted = ""  # why the GPUs wait no longer
         self.hung = ""  # which rank hangs, if that is why
         self.loading_rank = 0  # that is waited for
         self.since: float | None = None  # when somebody began to wait for the GPU

@@ -60,7 +60,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def unique_id() -> bytes:
-    """What `Communicator` needs; made by one rank and told to the others."""
+    """What `Communicator` needs; one rank makes it and sends it to the others."""
     made = UniqueId()
     call("ncclGetUniqueId", ctypes.byref(made))
     return bytes(made)

@@ -39,7 +39,7 @@ class DecodeTiles(NamedTuple):
     stages: int
     least: int = 128  # keys that are worth a program of their own
     early: bool = False  # whether keys but the newest are loaded before the wait
-    carveout: int = -1  # what `set_carveout` is told
+    carveout: int = -1  # what `set_carveout` is given
 
 
 # By the least number of sequences, as timed in a layer on an H200 on 2026-11-21 and 22.

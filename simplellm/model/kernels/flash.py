@@ -109,7 +109,7 @@ def with_flash(
 ) -> Callable[..., Tensor]:
     """`simplellm.model.ops.attend` whose prompts go through the library.
 
-    ``attend`` does decodes and what is captured in a graph: the library is told lengths
+    ``attend`` does decodes and what is captured in a graph: the library takes lengths
     that the host has to ask the GPU for.
     """
     plans: WeakKeyDictionary[KVGroup, Plan] = WeakKeyDictionary()

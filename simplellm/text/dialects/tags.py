@@ -59,7 +59,7 @@ def either(patterns: list[str]) -> re.Pattern[str]:
 
 OPENING = either(["".join(pieces) for pieces in OPENINGS])
 ENDING = either(["".join(in_pieces(ID))])
-# Text that ends before it can be told.
+# Text that ends before one can say what it is.
 LATER = [in_pieces(f'[~{{~"{key}"~:') for key in ("arguments", "parameters")]
 BEGINNINGS = [*OPENINGS, in_pieces(ID), *LATER, in_pieces(XML)]
 BEGINNING = either(["".join(rf"(?:{p}|\Z)" for p in pieces) for pieces in BEGINNINGS])
