@@ -502,13 +502,13 @@ def test_code_that_does_not_come_to_a_check_is_wrong(
 
 def test_code_that_ends_its_process_is_wrong(empty: Path) -> None:
     """The others are judged all the same."""
-    kept = next(b.kept for b in BLANKS if b.name == "quantize")
+    kept = next(b.kept for b in BLANKS if b.name == "choose_scales")
     code = "import os\nos._exit(3)\n"
-    fill(empty, {"MXFP4.dequantize": code, "quantize": kept})
+    fill(empty, {"MXFP4.dequantize": code, "choose_scales": kept})
     found = judged_in(empty, "03-mxfp4")
     assert found["MXFP4.dequantize"].verdict == "wrong"
     assert "ends the process with 3" in found["MXFP4.dequantize"].message
-    assert found["quantize"].verdict == "right", found["quantize"].message
+    assert found["choose_scales"].verdict == "right", found["choose_scales"].message
 
 
 def test_a_report_counts(capsys: pytest.CaptureFixture[str]) -> None:
