@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -120,6 +121,7 @@ def served_name(model: str | None) -> str:
 
 
 def serve_model(
+    ctx: typer.Context,
     model: ModelArgument = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -152,13 +154,8 @@ def serve_model(
     SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
     ends all.
     """
-    sizes: Any = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
-    sizes |= {"num_speculative_tokens": num_speculative_tokens}
-    sizes |= {"tensor_parallel_size": tensor_parallel_size, "cache_bytes": cache_bytes}
-    sizes |= {"kv_cache_dtype": kv_cache_dtype, "cpu_cache_bytes": cpu_cache_bytes}
-    sizes |= {"enable_expert_parallel": enable_expert_parallel}
-    sizes |= {"data_parallel_size": data_parallel_size}
-    config = EngineConfig(**sizes, speculative=speculative)
+    names = {field.name for field in fields(EngineConfig)} & ctx.params.keys()
+    config = EngineConfig(**{name: ctx.params[name] for name in names})
     check_seconds(timeout, grace, watchdog_timeout)
     options = Options(
         names=served_model_name or [served_name(model)],
