@@ -34,6 +34,7 @@ from torch import Tensor
 
 from simplellm import LLM, EngineConfig
 from simplellm.api.load import read_weights
+from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError
 from simplellm.checkpoint.checkpoint import (
     Checkpoint,
@@ -240,6 +241,40 @@ def test_others_go_on_when_requests_are_aborted(two: LLM, alone: LLM) -> None:
     assert kept.result()[0].token_ids == expected
     until(lambda: loads(two) == [0, 0])
     assert all_is_free(two)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_whose_grammar_fails_ends_alone(
+    rank: int, two: LLM, alone: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are in step afterwards, whether they had begun to choose tokens or not."""
+    runner: Any = two.engine_core.runner
+    masks = [runner, *runner.others][rank].masks
+    arrange = masks.arrange
+
+    def failing_once(requests: Any) -> Any:
+        for request in requests:
+            if request.restricted and request.num_output == 3:
+                monkeypatch.setattr(masks, "arrange", arrange)
+                error = GrammarError("no token fits")
+                error.request_id = request.request_id
+                raise error
+        return arrange(requests)
+
+    monkeypatch.setattr(masks, "arrange", failing_once)
+    asked: dict[str, Any] = {"max_tokens": 12, "seed": 5}
+    regex = {"structured_outputs": {"regex": "[a-z ]{20,40}"}}
+    bound = [two.generate([700 + n], **asked, **regex) for n in range(2)]
+    free = [two.generate([800 + n], **asked) for n in range(2)]
+    errors = [future.exception(PATIENCE) for future in bound]
+    assert sum(error is not None for error in errors) == 1
+    assert any("no token fits" in str(error) for error in errors)
+    for n, future in enumerate(free):
+        expected = alone.generate([800 + n], **asked).result()
+        assert future.result()[0].token_ids == expected[0].token_ids
+    assert two.generate([5], **asked, **regex).result()[0].token_ids
+    counts = runner.ranks.progress.counts
+    assert counts[0] == counts[1], "a rank would seem to be late"
 
 
 def test_ranks_that_wait_use_no_time(two: LLM) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from simplellm.base.config import EngineConfig
 from simplellm.base.draft_position import SamplePosition
+from simplellm.base.grammar import GrammarError
 from simplellm.engine.data_ranks import DataLeader, RemoteRank
 from simplellm.engine.graphs import Agreed, CapturedGraph, CaptureShape
 from simplellm.engine.page_manager import PageManager
@@ -145,13 +146,6 @@ class DataParallelRunner(Runner):
         if counted or any(row.needs_last_token for part in rows for row in part):
             self.drain()  # the devices compute meanwhile
         flights: list[Flight] = []
-        try:
-            for runner, _, sampling in steps:
-                flights.append(runner.sample(sampling))
-        except BaseException:
-            for flight in flights:  # an answer that comes has to be read
-                flight()
-            raise
 
         def wait() -> StepOutput:
             self.ranks.will_wait()
@@ -161,6 +155,14 @@ class DataParallelRunner(Runner):
             prompts = [one for output in outputs for one in output.prompts]
             return StepOutput(tokens, logprobs, prompts, outputs[0].late)
 
+        try:
+            for runner, _, sampling in steps:
+                flights.append(runner.sample(sampling))
+        except GrammarError:  # all other errors end the engine
+            for runner, _, _ in steps[len(flights) :]:
+                flights.append(runner.sample([]))
+            wait()  # the others end the step, too
+            raise
         return wait
 
     def _agree(self, parts: Sequence[Sequence[ScheduledChunk]], most: int) -> Agreed:
