@@ -221,16 +221,20 @@ def test_a_real_model_is_measured(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.exhaustive
-def test_several_ranks_are_measured_beside_one(monkeypatch):
+@pytest.mark.parametrize("own", [False, True])
+def test_several_ranks_are_measured_beside_one(own, monkeypatch):
     sizes = {"vocab_size": 1000, "hidden_size": 32, "intermediate_size": 48}
     sizes |= {"num_hidden_layers": 1, "head_dim": 16}
     small = speeds.MODELS["Llama-3.1-8B"][1] | sizes
+    if own:
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        small |= {"model_type": "mixtral", **experts}
     monkeypatch.setitem(speeds.MODELS, "small", ("small", small))
     monkeypatch.setattr(parallel, "DEVICE", "cpu")
     monkeypatch.setattr(parallel, "LENGTH", 6)
     monkeypatch.setattr(parallel, "CACHE", 10**7)
     monkeypatch.setattr(parallel, "PREFILL", (2, 220))
-    row = parallel.measured("small", 2, [1])
+    row = parallel.measured("small", 2, [1], own)
     (decode,) = row["decode"]
     assert row["error"] < 1e-4 and decode["batch"] == 1
     assert min(map(min, decode["step_ms"])) > 0 and decode["times"] > 0

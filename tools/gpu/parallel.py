@@ -2,6 +2,10 @@
 
     python tools/gpu/parallel.py --json figures/e-tensor-parallel.json
     python tools/gpu/parallel.py --models Llama-3.1-8B --json OUT
+    python tools/gpu/parallel.py --data-parallel --models gpt-oss-120b --batch 64,256
+
+With --data-parallel each GPU has so many requests of its own, and they share the
+experts: then "times" is against as many replicas.
 
 Random weights in real shapes; a model is gpt-oss's or one of speeds.py's. Both engines
 are there at once where they fit, else one after the other. What they say of the same
@@ -9,7 +13,6 @@ tokens is compared first.
 """
 
 import contextlib
-import math
 import os
 import sys
 import time
@@ -34,15 +37,18 @@ PREFILL = 32, 2048
 DRAWN = {"temperature": 1.0, "top_p": 0.9}
 
 
-def opened(model: str, ranks: int) -> LLM:
-    """An LLM on so many GPUs."""
+def opened(model: str, ranks: int, own: bool = False) -> LLM:
+    """An LLM on so many GPUs, each with its ``own`` requests if that is so."""
+    sizes: Any = {"tensor_parallel_size": ranks}
+    if own and ranks > 1:
+        sizes = {"data_parallel_size": ranks, "enable_expert_parallel": True}
     config = EngineConfig(
-        max_num_seqs=64,
+        max_num_seqs=256 if own else 64,
         max_num_batched_tokens=8192,
         max_model_len=PREFILL[1] + LENGTH,
         cache_bytes=CACHE,
         enable_prefix_caching=False,
-        tensor_parallel_size=ranks,
+        **sizes,
     )
     begin = time.perf_counter()
     llm = LLM(model_argument(model), config, device=DEVICE, random_weights=True)
@@ -64,25 +70,26 @@ def step(llm: LLM, batch: int, **params: Any) -> tuple[float, list[int]]:
     return 1e3 * median(full_steps(llm, batch)), [one.token_ids[0] for one in outputs]
 
 
-def prefill(llm: LLM) -> float:
-    """Tokens a second of many prompts."""
-    seconds = min(generate(llm, *PREFILL, 1, seed)[1] for seed in (1, 2, 3))
-    return math.prod(PREFILL) / seconds
+def prefill(llm: LLM, share: int) -> float:
+    """Tokens a second of many prompts, ``share`` times as many."""
+    count, length = share * PREFILL[0], PREFILL[1]
+    seconds = min(generate(llm, count, length, 1, seed)[1] for seed in (1, 2, 3))
+    return count * length / seconds
 
 
 class Engines:
     """Engines of one model by their ranks, as many at once as fit."""
 
-    def __init__(self, model: str) -> None:
-        self.model, self.there = model, dict[int, LLM]()
+    def __init__(self, model: str, own: bool) -> None:
+        self.model, self.own, self.there = model, own, dict[int, LLM]()
 
     def __getitem__(self, ranks: int) -> LLM:
         if ranks not in self.there:
             try:
-                self.there[ranks] = opened(self.model, ranks)
+                self.there[ranks] = opened(self.model, ranks, self.own)
             except torch.OutOfMemoryError:
                 self.close()
-                self.there[ranks] = opened(self.model, ranks)
+                self.there[ranks] = opened(self.model, ranks, self.own)
         return self.there[ranks]
 
     def close(self) -> None:
@@ -93,9 +100,12 @@ class Engines:
         torch.cuda.empty_cache()
 
 
-def measured(model: str, ranks: int, batches: list[int]) -> dict[str, Any]:
-    """The record of a model."""
-    with contextlib.closing(Engines(model)) as engines:
+def measured(
+    model: str, ranks: int, batches: list[int], own: bool = False
+) -> dict[str, Any]:
+    """The record of a model; ``batches`` are those of each GPU if they have ``own``."""
+    share = {1: 1, ranks: ranks if own else 1}  # of an engine, beside one GPU's
+    with contextlib.closing(Engines(model, own)) as engines:
         both = [scores(engines[n]) for n in (ranks, 1)]
         errors = [abs(one - other) for one, other in zip(*both, strict=True)]
         print(f"  logprobs differ by {mean(errors):.4f}, {max(errors):.4f} at most")
@@ -104,10 +114,10 @@ def measured(model: str, ranks: int, batches: list[int]) -> dict[str, Any]:
         if len(engines.there) < 2:
             turns = [1, 1, ranks, ranks]
         for batch in batches:
-            steps = [(n, *step(engines[n], batch)) for n in turns]
+            steps = [(n, *step(engines[n], share[n] * batch)) for n in turns]
             each = {n: [ms for m, ms, _ in steps if m == n] for n in (1, ranks)}
             one, several = (next(t for m, _, t in steps if m == n) for n in (1, ranks))
-            same = sum(a == b for a, b in zip(one, several, strict=True))
+            same = sum(a == b for a, b in zip(one, several, strict=False))
             times = min(each[1]) / min(each[ranks])
             row["decode"].append(
                 {"batch": batch, "step_ms": [*each.values()], "times": times}
@@ -117,12 +127,12 @@ def measured(model: str, ranks: int, batches: list[int]) -> dict[str, Any]:
                 f" {times:6.2f} times; {same} first tokens equal",
                 flush=True,
             )
-        drawn = [(n, step(engines[n], 64, **DRAWN)[0]) for n in turns]
+        drawn = [(n, step(engines[n], 64 * share[n], **DRAWN)[0]) for n in turns]
         row["drawn_ms"] = [min(ms for m, ms in drawn if m == n) for n in (1, ranks)]
         print("  batch  64, drawn {:.3f} ms {:.3f} ms".format(*row["drawn_ms"]))
-        rates = [(n, prefill(engines[n])) for n in turns]
+        rates = [(n, prefill(engines[n], share[n])) for n in turns]
         best = [max(rate for m, rate in rates if m == n) for n in (1, ranks)]
-        times = best[1] / best[0]
+        times = best[1] / best[0] / share[ranks]
         row["prefill"] = {"tokens_per_second": best, "times": times}
         print(f"  prefill {best[0]:,.0f} {best[1]:,.0f} {times:.2f} times", flush=True)
     return row
@@ -133,11 +143,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", default="gpt-oss-20b,Llama-3.1-8B")
     parser.add_argument("--batch", default="1,8,64")
+    parser.add_argument("--data-parallel", action="store_true")
     options = parser.parse_args()
     result = {**header(), "gpus": options.ranks, "rows": []}
     for model in options.models.split(","):
         batches = [int(batch) for batch in options.batch.split(",")]
-        result["rows"].append(measured(model, options.ranks, batches))
+        own = options.data_parallel
+        result["rows"].append(measured(model, options.ranks, batches, own))
         save(result, options.json)
 
 
