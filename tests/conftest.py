@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from browser import NAMES, Browser, find
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from serving import Served
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 NEED_TRITON = ["test_kernels_*.py", "test_drawings.py"]
 collect_ignore_glob = [] if find_spec("triton") else NEED_TRITON

@@ -81,7 +81,7 @@ def has_name(tokenizer: Tokenizer, text: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(text=TEXTS)
 def test_texts_are_encoded_as_by_the_library(
     opened: Opened, kind: str, text: str
@@ -98,7 +98,7 @@ def test_texts_are_encoded_as_by_the_library(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(text=TEXTS)
 def test_streamed_bytes_add_up_to_the_librarys_text(
     opened: Opened, kind: str, text: str
@@ -441,7 +441,7 @@ HARMLESS = "x"
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts=st.tuples(TEXTS, TEXTS, TEXTS, TEXTS))
 def test_no_message_becomes_a_control_token(
     opened: Opened, kind: str, texts: tuple[str, ...]
@@ -943,7 +943,7 @@ TAGS += "[TOOL_CALLS] [CALL_ID] [ARGS]"
 
 
 @pytest.mark.parametrize("kind", ["qwen", "llama", "mistral", "tekken"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_nothing_is_lost_whatever_the_tokens(
     opened: Opened, kind: str, data: st.DataObject
@@ -967,7 +967,7 @@ def test_nothing_is_lost_whatever_the_tokens(
         assert told == sorted("".join(written.split()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1),
     arguments=st.dictionaries(

@@ -339,7 +339,7 @@ def checked(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
     answer=st.sampled_from([None, {"type": "object"}, *SCHEMAS]),

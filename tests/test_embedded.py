@@ -169,7 +169,7 @@ def test_documents_pack_whole(tokenizer: Tokenizer) -> None:
     assert targets[0, : len(ids)].tolist() == labels
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.floats(-20, 20))
 def test_training_rounds_as_the_package_does(seed: int, exponent: float) -> None:
     generator = torch.Generator().manual_seed(seed)

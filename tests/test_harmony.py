@@ -241,7 +241,7 @@ def test_renders_what_openai_harmony_renders(
     assert ours == their_prompt(openai, messages)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(MESSAGES, max_size=5))
 def test_renders_any_conversation_as_openai_harmony(openai, turn) -> None:
     # Theirs drops analysis only in front of the first final answer, and only if the
@@ -297,7 +297,7 @@ def schemas(depth: int) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schemas(2))
 def test_types_are_those_of_openai_harmony(openai, schema) -> None:
     message = their_developer(openai, None, [Tool("f", "", schema)])
@@ -351,7 +351,7 @@ def test_a_finished_conversation_keeps_its_last_analysis_and_returns() -> None:
     assert asked.endswith("two<|end|>")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(MESSAGES, max_size=4), TEXTS, TEXTS)
 def test_content_never_becomes_a_control_token(turn, instructions, about) -> None:
     tool = Tool("f", about, {"type": "object", "description": about})
@@ -366,7 +366,7 @@ def test_content_never_becomes_a_control_token(turn, instructions, about) -> Non
     assert sum(id in ends for id in controls) == starts - 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(MESSAGES, max_size=5))
 def test_parses_back_what_it_renders(turn) -> None:
     if any(message.channel == "final" for message in turn):
@@ -389,7 +389,7 @@ IDS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(IDS)
 def test_any_ids_parse_and_deltas_add_up(ids) -> None:
     parser = HarmonyParser(TOKENIZER)
@@ -415,7 +415,7 @@ def test_any_ids_parse_and_deltas_add_up(ids) -> None:
     assert list(calls.values()) == arguments
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TEXTS.filter(lambda text: "\N{REPLACEMENT CHARACTER}" not in text))
 def test_text_streams_without_replacement_characters(text) -> None:
     parser = HarmonyParser(TOKENIZER)

@@ -19,7 +19,7 @@ from random_schemas import TooMuchAtOnce, Walker, documents, errors, large_token
 MOST = 150  # tokens of a walk; one that gets there is counted, not judged
 WALKER = Walker(TOKENIZER, CONFIG.vocab_size)
 RELAXED = settings(
-    deadline=None, suppress_health_check=[*HealthCheck], derandomize=True, database=None
+    suppress_health_check=[*HealthCheck], derandomize=True, database=None
 )
 
 

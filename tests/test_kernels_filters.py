@@ -19,7 +19,6 @@ from simplellm.sampling.penalties import TokenCounts
 
 SETTINGS = settings(
     max_examples=30,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

@@ -210,7 +210,6 @@ def test_each_half_is_the_plain_one(kernel_device, kind, dtype, grouping):
 
 @settings(
     max_examples=10,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

@@ -82,7 +82,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Mod
     table=st.sampled_from(sorted(TABLES)),
     page_size=st.sampled_from([1, 4, 7]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_any_schedule_gives_the_recomputed_logits(
     models: Any, data: st.DataObject, name: str, table: str, page_size: int
 ) -> None:
@@ -96,7 +96,7 @@ def test_any_schedule_gives_the_recomputed_logits(
     table=st.sampled_from(sorted(TABLES)),
     page_size=st.integers(1, 70),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_many_schedules_give_the_recomputed_logits(
     models: Any, data: st.DataObject, name: str, table: str, page_size: int
 ) -> None:

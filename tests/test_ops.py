@@ -304,7 +304,7 @@ def test_equals_transformers(queries, keys, heads, kv_heads, dim, window):
     torch.testing.assert_close(result, expected, **TOLERANCE)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     keys=st.integers(1, 24),
     queries=st.integers(1, 24),
@@ -494,7 +494,7 @@ def lengths_of_chunks() -> st.SearchStrategy[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("attend", [ops.attend, ops_numpy.attend], ids=["ops", "numpy"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     decodes=st.lists(st.integers(1, 90), max_size=5),
     chunks=st.lists(lengths_of_chunks(), max_size=3),

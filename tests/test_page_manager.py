@@ -273,7 +273,6 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(
     max_examples=200,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
@@ -527,7 +526,7 @@ def test_forks_copy_a_page_when_they_write_to_it() -> None:
     max_chunk=st.none() | st.integers(1, 60),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_longest_sequence_fits_and_one_more_token_does_not(
     num_pages, page_size, window, max_chunk, data
 ) -> None:

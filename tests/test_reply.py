@@ -95,7 +95,7 @@ def longest_beginning(text: str, stops: list[str]) -> int:
     return max(lengths, default=0)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.lists(st.text("ab", min_size=0, max_size=6), max_size=8),
     st.lists(st.text("ab", min_size=1, max_size=9), max_size=3),
@@ -119,7 +119,7 @@ def test_stop_strings_do_not_depend_on_the_pieces(
     assert side.pending == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.text("ab", max_size=12), st.text("ab", max_size=12), st.text("ab", min_size=1)
 )
@@ -273,7 +273,7 @@ STOPS = st.lists(st.text("ab fin\ufffd", min_size=1, max_size=4), max_size=3)
 REASONS = st.sampled_from(["stop", "length", "abort"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(IDS, STOPS, REASONS, st.integers(1, 5))
 def test_any_tokens_make_a_text(
     ids: list[int], stops: list[str], reason: str, size: int
@@ -440,7 +440,7 @@ def test_a_turn_can_stand_in_the_next_prompt() -> None:
     assert plain.output().message() == {"role": "assistant", "content": "5"}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(IDS, STOPS, REASONS, st.integers(1, 5))
 def test_any_tokens_make_a_turn(
     ids: list[int], stops: list[str], reason: str, size: int
@@ -495,7 +495,7 @@ def test_each_token_is_in_one_delta_of_its_message() -> None:
     assert calls == [header, ("commentary", 0, "1", one)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(IDS, STOPS, REASONS, st.integers(1, 5))
 def test_deltas_with_their_tokens_say_the_same(
     ids: list[int], stops: list[str], reason: str, size: int

@@ -356,7 +356,7 @@ PENALTIES = st.just(SamplingParams()) | st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests=st.lists(
         st.tuples(PENALTIES, st.lists(st.integers(0, V - 1), min_size=1, max_size=4)),

@@ -120,7 +120,7 @@ def test_zeros_nan_and_huge_numbers(kind):
     assert y[1].isnan().any() and torch.isfinite(y[2]).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(1, 260))
 def test_joined_weights_keep_their_numbers(heights, width):
     for tile, dtype, inputs in FORMATS.values():

@@ -758,13 +758,11 @@ class Anything(RuleBasedStateMachine):
         assert not manager.tables
 
 
-Anything.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=25, deadline=None
-)
+Anything.TestCase.settings = settings(max_examples=200, stateful_step_count=25)
 TestAnything = Anything.TestCase
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), max_size=12),
     st.integers(1, 6),
@@ -788,7 +786,7 @@ def test_decodes_never_wait_for_prompts(
             assert sum(w.length for w in scheduled) > len(decoding)  # these go on, too
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=2, max_size=40),
     st.integers(0, 5),

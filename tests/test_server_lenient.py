@@ -1297,7 +1297,7 @@ SOME_MESSAGE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     messages=NESTED | st.lists(SOME_MESSAGE | NESTED, max_size=4),
     options=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=4),

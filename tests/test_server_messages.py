@@ -137,7 +137,7 @@ def wanted(ids: Sequence[int]) -> str:
 # ---- parts to events, without a server
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cut_turns())
 def test_events_add_up_however_parts_are_cut(cut_turn: CutTurn) -> None:
     params, reply, parts, parts_read = cut_turn
@@ -683,7 +683,7 @@ SOME_MESSAGE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     turns=NESTED | st.lists(SOME_MESSAGE | NESTED, max_size=4),
     system=st.none() | NESTED | st.lists(SOME_BLOCK, max_size=2),

@@ -209,7 +209,7 @@ def parts_of(
     return parts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     tokens=st.lists(st.sampled_from(POOL), max_size=40),
     reason=st.sampled_from(["stop", "length", None]),
@@ -843,7 +843,7 @@ ITEM = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     given=NESTED | st.lists(ITEM | NESTED, max_size=4),
     tools=st.none() | st.lists(NESTED | ITEM, max_size=2),

@@ -803,7 +803,7 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
     answer=st.sampled_from([None, *SCHEMAS]),

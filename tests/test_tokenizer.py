@@ -92,7 +92,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS)
 def test_agrees_with_tokenizers(pair, text) -> None:
     ours, theirs = pair
@@ -145,7 +145,7 @@ def test_ids_behind_the_tokenizer_are_reserved(tokenizer) -> None:
     assert tokenizer.decode([id], skip_special=True) == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=TEXTS)
 def test_stream_gives_whole_characters(tokenizer, text) -> None:
     text = text.replace("\N{REPLACEMENT CHARACTER}", "")
@@ -157,7 +157,7 @@ def test_stream_gives_whole_characters(tokenizer, text) -> None:
     assert so_far == text and decoder.flush() == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, 520) | st.integers(0, 255)), skip=st.booleans())
 def test_stream_of_any_ids_adds_up_to_decode(tokenizer, ids, skip) -> None:
     decoder = StreamDecoder(tokenizer, skip_special=skip)

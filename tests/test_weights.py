@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from simplellm.checkpoint.mxfp4 import MXFP4, VALUES, quantize
 from simplellm.model.feed_forward import linear
 
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=60)
 seeds = st.integers(0, 2**32 - 1)
 
 

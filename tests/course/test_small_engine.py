@@ -51,7 +51,7 @@ def answer(page: dict[str, Any], prompt: tuple[int, ...], count: int) -> list[in
     return known[:count]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=6),
     spare=st.integers(0, 6),
