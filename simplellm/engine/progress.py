@@ -5,7 +5,9 @@ thread of its own sends says nothing about the one that computes. But the ranks 
 same, so that a rank is late only by what it does more slowly, and whoever computes,
 compiles or loads uses a processor, waits for one or for a disk, itself or in a process
 that it has started. A rank that is late and does nothing of this, again and again,
-hangs. One that turns in a circle does not count: for that, waiting has an end.
+hangs. So does one that a signal has stopped, wherever it was: perhaps it had come to
+where it waits, and the others wait for what it did not send. One that turns in a circle
+does not count: for that, waiting has an end.
 """
 
 import mmap
@@ -54,6 +56,7 @@ class StallDetector:
 
         The process is ``late`` or not, and has come ``count`` times to where it waits.
         """
+        late = late or is_stopped(self.pid)
         if not late or count != self.count:
             self.idle_checks, self.ticks, self.count = 0, 0, count
             return 0
@@ -64,6 +67,14 @@ class StallDetector:
             self.idle_checks += 1
         self.ticks = ticks
         return self.idle_checks
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process does nothing until it gets SIGCONT."""
+    try:
+        return stat_fields(Path(f"/proc/{pid}"))[0] == "T"
+    except OSError:
+        return False
 
 
 def activity(pid: int) -> tuple[int, bool]:
