@@ -24,9 +24,10 @@ from unittest.mock import patch
 from blanks import Blank
 
 # Beside a page's blanks, what an engine is asked with.
+MASKS = "b-structured-output"
 NEEDED = {
     "a-serving": {"Turn"},
-    "b-structured-output": {"Automaton", "lay_flat"},
+    MASKS: {"Automaton", "lay_flat"},
     "c-other-models": set[str](),
 }
 ANY_TEXT = {"regex": "(?s:.*)"}
@@ -319,6 +320,6 @@ def answer_in_eight_bits(
 
 ANSWER = {
     "a-serving": answer_by_server,
-    "b-structured-output": answer_in_form,
+    MASKS: answer_in_form,
     "c-other-models": answer_in_eight_bits,
 }

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import cells
 import course
-from appendices import ANSWER, NEEDED, How, form_of, placed
+from appendices import ANSWER, MASKS, NEEDED, How, form_of, placed
 from blanks import (
     CHAPTERS,
     ENGINE,
@@ -322,8 +322,10 @@ def ask_here(
     chapter = [Cell(source) for source in names["In"]]
     checked = {cell.checks for cell in chapter}
     pages = {blank.chapter for blank in course_blanks() if blank.name in checked}
+    if form is not None and not pages:  # no check has run: it is the one that has forms
+        pages = {MASKS}
     appendix = next(iter(pages & NEEDED.keys()), "")
-    if form is not None and not appendix.startswith("b-"):
+    if form is not None and appendix != MASKS:
         raise ValueError("form is for the notebook of appendix B, whose masks hold it")
     how = How(appendix, model, "" if form is None else form_of(form))
     blanks = [blank for blank in engine_blanks(appendix) if blank.name in checked]
