@@ -5,7 +5,8 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from course.checks.compiled import made_of  # noqa: E402
+from course.checks import compiled  # noqa: E402
+from course.checks.compiled import assert_compiles, made_of  # noqa: E402
 
 
 @triton.jit
@@ -36,3 +37,14 @@ def test_tensor_cores_multiply_16_bits_and_not_exact_float32() -> None:
 def test_what_is_refused_is_told() -> None:
     with pytest.raises(RuntimeError, match="oop-carried"):
         made_of(total, "*fp32 *fp32", SIZE=16)
+
+
+def test_a_compile_that_takes_too_long_is_told_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "SECONDS", 0.01)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(TimeoutError, match="wasn't done with product"):
+        made_of(product, "*bf16 *bf16 *fp32", SIZE=16)
+    with pytest.raises(AssertionError, match=r"unrolled.* busy, check again"):
+        assert_compiles(product, "*bf16 *bf16 *fp32", SIZE=16)

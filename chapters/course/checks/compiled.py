@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-SECONDS = 40  # most of them for imports, if the machine is busy
+SECONDS = 600  # a compile takes a few; many, if the machine is busy
 REFUSED = 3  # exit status
 COMPILE = """
 
@@ -70,7 +70,10 @@ def assert_compiles(kernel: Any, types: str, **constants: int) -> None:
     """
     if torch.cuda.is_available():
         return
-    done = run_compiler(kernel, types, constants, look=False)
+    try:
+        done = run_compiler(kernel, types, constants, look=False)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}. If the machine was busy, check again") from None
     said = (done.stdout.strip().splitlines() or [""])[0]
     advice = [text for word, text in ADVICE.items() if word in said]
     assert done.returncode != REFUSED, (
@@ -86,7 +89,8 @@ def made_of(kernel: Any, types: str, **constants: int) -> tuple[int, ...]:
 
     The registers of a thread, the bytes that don't fit them, those of shared memory,
     and how many instructions load 16 bytes or multiply matrices. Pointers and sizes are
-    multiples of 16. Raises RuntimeError for a kernel that it refuses.
+    multiples of 16. Raises RuntimeError for a kernel that it refuses, and TimeoutError
+    if it isn't done after ten minutes.
     """
     done = run_compiler(kernel, types, constants, look=True)
     if done.returncode:
@@ -111,13 +115,20 @@ def run_compiler(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "compiled_kernel.py"  # Triton reads the code in it
         file.write_text("\n".join(lines) + COMPILE, encoding="utf-8")
-        return subprocess.run(
-            [sys.executable, str(file)],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            env=environment,
-        )
+        command = [sys.executable, str(file)]
+        try:
+            return subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                env=environment,
+            )
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"the compiler for a GPU wasn't done with {kernel.fn.__name__} after "
+                f"{SECONDS:g} s. A tl.static_range is unrolled: has one too many steps?"
+            ) from None
 
 
 def written(value: Any) -> str:
