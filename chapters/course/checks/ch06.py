@@ -415,10 +415,27 @@ def check_filter_tokens(candidate):
         "min-p of 0.25 keeps what is at least a quarter as likely as the best, which "
         f"has 0.5: at least 0.125, so {{1, 3, 4}}; yours are {found[0]}"
     )
+    found = run(p.log(), [5], [1.0], [1.0])
+    assert found == [{1}], (
+        "min-p of 1 keeps what is at least as likely as the best, so the best itself "
+        f"stays, and here only that, {{1}}; yours are {found[0] or 'none'}"
+    )
     found = run(p.log(), [5], [0.6], [0.0])
     assert found == [{1, 3}], (
         "top-p of 0.6: the best has 0.5, too little, and with the next it is 0.7; that "
         f"one is kept too, so {{1, 3}}; yours are {found[0]}"
+    )
+    half = torch.tensor([[0.5, 0.25, 0.25]])
+    found = run(half.log(), [3], [0.5], [0.0])
+    assert found == [{0}], (
+        "top-p of 0.5, and the best has exactly 0.5: that is enough, so the next isn't "
+        f"kept; yours are {found[0]} of probabilities {half[0].tolist()}"
+    )
+    found = run(torch.zeros(1, 4), [4], [0.5], [0.0])
+    assert found == [{0, 1, 2, 3}], (
+        "four tokens have 0.25 each: with top-p of 0.5 the second is the last one "
+        "needed, and those that tie with it stay, because nothing but chance would "
+        f"choose among them; yours are {found[0]}"
     )
     found = run(p.log(), [5], [0.72], [0.15])
     assert found == [{1, 3}], (

@@ -378,3 +378,27 @@ class AddsTheUpdate(Pass):
             h = self.ops.add_norm(x, None, layer.mlp_norm, eps)[1]
             x = x + layer.mlp.forward(self.ops, h, batch.num_tokens)
         return self.finish(x, None)
+
+
+@wrong("filter_tokens", "min-p of 1")
+def drops_what_is_just_as_likely(logits, top_k, top_p, min_p):
+    p = logits.softmax(-1)
+    dropped = (p <= min_p * p.amax(-1, keepdim=True)) & (min_p > 0)
+    logits = logits.masked_fill(dropped, -torch.inf)
+    return filtered(logits, top_k, top_p, torch.zeros_like(min_p))
+
+
+@wrong("filter_tokens", "exactly 0.5")
+def goes_on_when_it_has_enough(logits, top_k, top_p, min_p):
+    return filtered(logits, top_k, torch.nextafter(top_p, top_p + 1), min_p)
+
+
+@wrong("filter_tokens", "tie with it stay")
+def breaks_ties_by_index(logits, top_k, top_p, min_p):
+    left = filtered(logits, top_k, torch.ones_like(top_p), min_p)
+    probs, order = left.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    enough = (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
+    enough[:, 0] = False  # the best always stays
+    return left.masked_fill(
+        torch.zeros_like(enough).scatter(1, order, enough), -torch.inf
+    )
