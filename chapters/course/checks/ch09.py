@@ -56,9 +56,9 @@ def check_Scheduler__make_room(candidate):
     """Four requests of two full pages each, and a pool of eight pages."""
     kind = whole(candidate, Scheduler)
 
-    def full(pages=8, urgent=None):
+    def full(pages=8, urgent=None, tokens=8):
         scheduler = make(kind, pages, budget=64)
-        four = numbered(*[(8, 9)] * 4)
+        four = numbered(*[(tokens, 9)] * 4)
         if urgent is not None:
             four[urgent].priority = -1
         scheduler.add(four)
@@ -75,6 +75,13 @@ def check_Scheduler__make_room(candidate):
         "one page is free, so there is room: say so"
     )
     assert state(four) == [0] * 4, "there was room, and yet somebody was preempted"
+    scheduler, four = full(tokens=7)
+    made = scheduler._make_room(four[1], 1, set())
+    assert made is True and state(four) == [0] * 4, (
+        "request 1 has computed 7 tokens, and one more just fills its 2 pages of 4: it "
+        "has that room already. Ask `manager.allocate` for num_computed_tokens + "
+        "length, not for more, and preempt nobody before it says False"
+    )
     scheduler, four = full()
     made = scheduler._make_room(four[1], 1, set())
     assert state(four) == [0, 0, 0, 1], (
@@ -124,13 +131,29 @@ def check_Scheduler__make_room(candidate):
 
 def check_Scheduler_schedule(candidate):
     """Pencil and paper's steps, then rules that every step keeps."""
-    kind = whole(candidate, Scheduler)
+    kind = not_busy_yet(whole(candidate, Scheduler))
     decodes_come_first(kind)
     steps_of_the_drawing(kind)
     under_way_before_new(kind)
     prompts_in_chunks(kind)
+    from_front_to_back(kind)
+    no_chunk_of_no_tokens(kind)
     no_work_without_a_token_to_compute(kind)
     random_crowds(kind)
+
+
+def not_busy_yet(kind):
+    """A scheduler that refuses to make room for a request that is marked as busy."""
+
+    def _make_room(self, request, length, busy):
+        assert request.request_id not in busy, (
+            f"request {request.request_id} is in busy before `_make_room` is asked for "
+            "it: then it counts as one that has a chunk, and if all others do, nobody "
+            "is left to give way. Add it once it has its chunk"
+        )
+        return kind._make_room(self, request, length, busy)
+
+    return type(kind.__name__, (kind,), {"_make_room": _make_room})
 
 
 def decodes_come_first(kind):
@@ -198,6 +221,28 @@ def under_way_before_new(kind):
     )
 
 
+def from_front_to_back(kind):
+    """Two requests of which the first gets what there is."""
+    scheduler = make(kind, budget=12, prefill_chunk=8)
+    scheduler.add(numbered((20, 2), (20, 2)))
+    book(scheduler, scheduler.schedule())
+    found = of(scheduler.schedule())
+    assert found == {0: 8, 1: 4}, (
+        "two prompts are under way, with chunks of up to 8 tokens and a budget of 12: "
+        "the first in line gets 8 and the second 4, since you go through self.running "
+        f"from front to back; yours is {found}"
+    )
+    scheduler = make(kind, pages=3)
+    scheduler.add(numbered((4, 3), (4, 3)))
+    book(scheduler, scheduler.schedule())
+    found = of(scheduler.schedule())
+    assert found == {0: 1}, (
+        "two requests decode, each needs a new page, and one page is free: the first "
+        "in line gets it, since you go through self.running from front to back; yours "
+        f"is {found}"
+    )
+
+
 def prompts_in_chunks(kind):
     """A prompt alone, with budget to spare."""
     scheduler = make(kind, prefill_chunk=5)
@@ -214,8 +259,24 @@ def prompts_in_chunks(kind):
     )
 
 
+def no_chunk_of_no_tokens(kind):
+    """Two prompts beside a decode, for the second of which nothing is left."""
+    scheduler = make(kind, pages=1000, budget=4096, prefill_chunk=720)
+    scheduler.add(numbered((1500, 2), (1500, 2), (3, 5)))
+    book(scheduler, scheduler.schedule())
+    found = of(scheduler.schedule())
+    assert 0 not in found.values(), (
+        f"a chunk of no tokens, in {found}: where `_num_new_tokens` says 0, as it does "
+        "when the prompts beside a decode have had their part, the request waits"
+    )
+    assert found == {2: 1, 0: 706}, (
+        "one request decodes beside two prompts under way, of which the first gets 706 "
+        f"tokens, all that `_num_new_tokens` gives prompts here; yours is {found}"
+    )
+
+
 def no_work_without_a_token_to_compute(kind):
-    """A request whose last token is in the air, and one that goes on."""
+    """A request whose last token is being computed, and one that goes on."""
     scheduler = make(kind)
     one, other = numbered((3, 1), (3, 5))
     scheduler.add([one, other])
@@ -266,10 +327,6 @@ def random_crowds(kind):
                     f"request {request.request_id} has a chunk in this step and was "
                     "preempted for another: note who has a chunk, so that `_make_room` "
                     "spares it"
-                )
-                assert length > 0, (
-                    f"request {request.request_id} has a chunk of no tokens: when the "
-                    "budget is spent, or `_num_new_tokens` says 0, it waits"
                 )
                 assert (
                     begin == request.num_computed_tokens and length <= request.missing
@@ -363,21 +420,23 @@ def check_Scheduler_update_from_output(candidate):
 
     scheduler, (one,), scheduled = started((3, 9))
     later = next_chunks(scheduler)
-    scheduler.update_after_launch(later)  # with overlap: two steps are in the air
+    scheduler.update_after_launch(later)  # with overlap: two steps in flight
     scheduler.update_from_output(scheduled, [[11]])
     assert one.tokens == [1, 1, 1, 11, UNKNOWN], (
-        "two steps are in the air, and the first of them lands: its token belongs to "
+        "two steps are in flight, and the first is collected: its token belongs to "
         f"position start + length, not to the end of the list; {one.tokens}"
     )
     scheduler.update_from_output(later, [[12]])
-    assert one.tokens == [1, 1, 1, 11, 12], f"then the second one: {one.tokens}"
+    assert one.tokens == [1, 1, 1, 11, 12], (
+        f"then the second is collected: {one.tokens}"
+    )
 
     scheduler, (one, two), scheduled = started((3, 2), (2, 9))
     two.stop_ids = frozenset([15])
     told = scheduler.update_from_output(scheduled, [[11, 12, 13], [14, 15, 16]])
     kept = [list(tokens) for _, tokens in told]
     assert kept == [[11, 12], [14, 15]], (
-        "a step may land several tokens, and a chunk's list goes to `_keep` as a "
+        "a chunk may bring several tokens, and its list goes to `_keep` as a "
         f"whole, which drops what is beyond max_tokens or a stop token; {kept}"
     )
 

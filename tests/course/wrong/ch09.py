@@ -338,3 +338,75 @@ class ChunksAsLargeAsTheBudget(Schedules):
 class FirstTokenOnly(Scheduler):
     def update_from_output(self, scheduled, tokens):
         return super().update_from_output(scheduled, [found[:1] for found in tokens])
+
+
+@wrong("Scheduler._make_room", "not for more")
+class AsksForOneMore(Scheduler):
+    def _make_room(self, request, length, busy):
+        return super()._make_room(request, length + 1, busy)
+
+
+@wrong("Scheduler.schedule", "from front to back")
+class BackToFront(Schedules):
+    def round(self, scheduled, busy, wanted):
+        for request in self.running[::-1]:
+            if request not in self.running or self.budget == 0:
+                continue
+            if wanted(request) and self._ready(request, busy):
+                length = self._num_new_tokens(request, self.budget)
+                if length and self._make_room(request, length, busy):
+                    self.give(scheduled, busy, request, length)
+
+
+@wrong("Scheduler.schedule", "the first in line gets 8")
+class PromptsBackToFront(BackToFront):
+    def rounds(self, scheduled, busy):
+        Schedules.round(self, scheduled, busy, lambda r: r.missing == 1)
+        self.round(scheduled, busy, lambda r: r.missing > 1)
+
+
+@wrong("Scheduler.schedule", "one page is free")
+class DecodesBackToFront(BackToFront):
+    def rounds(self, scheduled, busy):
+        self.round(scheduled, busy, lambda r: r.missing == 1)
+        Schedules.round(self, scheduled, busy, lambda r: r.missing > 1)
+
+
+@wrong("Scheduler.schedule", "a chunk of no tokens")
+class ChunksOfNoTokens(Schedules):
+    def round(self, scheduled, busy, wanted):
+        index = 0
+        while index < len(self.running) and self.budget > 0:
+            request = self.running[index]
+            index += 1
+            if wanted(request) and self._ready(request, busy):
+                length = self._num_new_tokens(request, self.budget)
+                if self._make_room(request, length, busy):
+                    self.give(scheduled, busy, request, length)
+
+
+@wrong("Scheduler.schedule", "a chunk of no tokens")
+class SpendsTheBudgetAndGoesOn(Schedules):
+    def round(self, scheduled, busy, wanted):
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            index += 1
+            if wanted(request) and self._ready(request, busy):
+                length = self._num_new_tokens(request, self.budget)
+                if self._make_room(request, length, busy):
+                    self.give(scheduled, busy, request, length)
+
+
+@wrong("Scheduler.schedule", "is in busy before")
+class BusyBeforeThereIsRoom(Schedules):
+    def round(self, scheduled, busy, wanted):
+        index = 0
+        while index < len(self.running) and self.budget > 0:
+            request = self.running[index]
+            index += 1
+            if wanted(request) and self._ready(request, busy):
+                length = self._num_new_tokens(request, self.budget)
+                busy.add(request.request_id)
+                if length and self._make_room(request, length, busy):
+                    self.give(scheduled, busy, request, length)
