@@ -71,12 +71,10 @@ def minutes(chapters: Iterable[Path]) -> list[Minutes]:
 
 
 def duration(minutes: int) -> str:
-    """ "45 min", "1 h 25", "10 h"."""
+    """ "45 min", "1 h 25"."""
     hours, rest = divmod(minutes, 60)
     if not hours:
         return f"{rest} min"
-    if minutes > 570:  # nobody plans so many hours to the minute
-        return f"{round(minutes / 60)} h"
     return f"{hours} h {rest:02}"
 
 

@@ -137,7 +137,7 @@ def test_durations_and_sums_of_chapters(tmp_path):
     ]
     all_of_them = tables.sessions(files).splitlines()[4]
     assert all_of_them == "| all | 1 h 20 | 2 h 50 | 1 h 20 | 2 |"
-    assert tables.duration(1630) == "27 h" and tables.duration(598) == "10 h"
+    assert tables.duration(1630) == "27 h 10" and tables.duration(60) == "1 h 00"
 
 
 def test_answers_in_json_are_counted():
