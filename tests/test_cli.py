@@ -522,7 +522,7 @@ def test_help(capsys, arguments):
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", ["ask", "chat", "info", "batch", "bench"])
+@pytest.mark.parametrize("command", ["ask", "chat", "info", "batch", "bench", "serve"])
 def test_help_of_a_command(capsys, command):
     assert cli.main([command, "-h"]) == 0
     out = capsys.readouterr().out
@@ -531,6 +531,18 @@ def test_help_of_a_command(capsys, command):
     assert max(map(len, out.splitlines())) <= 80
     assert cli.main(["help", command]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_the_servers_options_are_under_headings(capsys):
+    assert cli.main(["serve", "-h"]) == 0
+    parts = re.split(r"\n(\w[\w ]+):\n", capsys.readouterr().out)
+    options = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert "MODEL" in options["Arguments"] and "--help" in options["Options"]
+    assert "--api-key" in options["Network and access"]
+    assert "--cpu-cache-bytes" in options["Memory"]
+    assert "--speculative" in options["Speculative decoding"]
+    assert "--replicas" in options["Several GPUs"]
+    assert max(text.count("\n  --") for text in options.values()) < 8
 
 
 @pytest.mark.parametrize(

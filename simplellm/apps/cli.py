@@ -393,7 +393,7 @@ def quantize_model(
     screen.write(f"{target}: {sizes} ({after / before:.0%})\n")
 
 
-app.command("serve")(serve_model)
+app.command("serve", cls=options.GroupedHelp)(serve_model)
 
 
 def print_version(wanted: bool) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from simplellm.apps.workloads import WORKLOADS
 from simplellm.base.sampling_params import SamplingParams
@@ -37,7 +38,9 @@ Developer = Annotated[str | None, typer.Option(help="Instructions for the model.
 Calculator = Annotated[
     bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
 ]
-ReplySeed = Annotated[int | None, typer.Option(help="Repeats a random answer.")]
+ReplySeed = Annotated[
+    int | None, typer.Option(help="Number that draws the same answer again.")
+]
 Temperature = Annotated[
     float | None, typer.Option(help="0 is greedy.  [the checkpoint's]")
 ]
@@ -57,6 +60,11 @@ Where = Annotated[
     typer.Option(help="Where to run.  [cuda where there is one]"),
 ]
 
+# Headings of a command with many options
+
+MEMORY, SPECULATION = "Memory", "Speculative decoding"
+SEVERAL = "Several GPUs"
+
 Speculative = Annotated[
     str | None,
     typer.Option(
@@ -64,6 +72,7 @@ Speculative = Annotated[
         help="Guess tokens and check several in a step; the text stays the same. "
         "suffix: from what the text has said before; head: the model's own EAGLE-3 "
         "head, if it has one; or the folder of a head or of a smaller model.",
+        rich_help_panel=SPECULATION,
     ),
 ]
 Drafts = Annotated[
@@ -72,6 +81,7 @@ Drafts = Annotated[
         "--num-speculative-tokens",
         help="Guesses in a step.  [as many as are worth it]",
         show_default=False,
+        rich_help_panel=SPECULATION,
     ),
 ]
 ParallelSize = Annotated[
@@ -79,6 +89,7 @@ ParallelSize = Annotated[
     typer.Option(
         "--tensor-parallel-size",
         help="Processes, each with a GPU of its own, that share each weight.",
+        rich_help_panel=SEVERAL,
     ),
 ]
 DataParallelSize = Annotated[
@@ -86,7 +97,9 @@ DataParallelSize = Annotated[
     typer.Option(
         "--data-parallel-size",
         help="Processes, each with a GPU and requests of its own, that share the "
-        "experts; sizes are those of each. It needs --enable-expert-parallel.",
+        "experts; --max-num-seqs and --cache-bytes are for each. It needs "
+        "--enable-expert-parallel.",
+        rich_help_panel=SEVERAL,
     ),
 ]
 WholeExperts = Annotated[
@@ -94,23 +107,30 @@ WholeExperts = Annotated[
     typer.Option(
         "--enable-expert-parallel",
         help="Give each of these processes whole experts, not a slice of each.",
+        rich_help_panel=SEVERAL,
     ),
 ]
 CacheBytes = Annotated[
     int | None,
-    typer.Option(help="Bytes for keys and values.  [what the memory allows]"),
+    typer.Option(
+        help="Bytes for keys and values.  [what the memory allows]",
+        rich_help_panel=MEMORY,
+    ),
 ]
 CPUCacheBytes = Annotated[
     int,
     typer.Option(
         help="Bytes of the host's memory for what the cache evicts: prefixes come back "
-        "from there."
+        "from there.",
+        rich_help_panel=MEMORY,
     ),
 ]
 KVCacheDType = Annotated[
     Literal["auto", "fp8"],
     typer.Option(
-        help="Of keys and values. fp8: a byte for each number, half the memory."
+        help="Number format of keys and values in the cache. fp8: a byte for each "
+        "number, half the memory.",
+        rich_help_panel=MEMORY,
     ),
 ]
 DType = Annotated[
@@ -148,7 +168,8 @@ LoadName = Annotated[
     ),
 ]
 URL = Annotated[
-    str, typer.Option(help="Send to this server, whose key SIMPLELLM_API_KEY is.")
+    str,
+    typer.Option(help="Send to this server; its key is read from SIMPLELLM_API_KEY."),
 ]
 Count = Annotated[int, typer.Option(help="How many, of a named workload.")]
 Rate = Annotated[
@@ -156,7 +177,11 @@ Rate = Annotated[
     typer.Option(help="Arrivals a second, Poisson.  [all at once, or the file's]"),
 ]
 Clients = Annotated[
-    int | None, typer.Option(help="Instead, so many who send when they are answered.")
+    int | None,
+    typer.Option(
+        help="Instead of a rate: this many clients, each sending when its last request "
+        "is answered."
+    ),
 ]
 Formats = Annotated[
     bool,
@@ -166,11 +191,31 @@ Formats = Annotated[
         "embedded model, right answers.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Of the workload.  [another each time]")]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Number that the workload is drawn from.  [another each time]"),
+]
 ResultsFile = Annotated[
     Path | None,
     typer.Option(help="Write all requests with what became of them.", dir_okay=False),
 ]
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose help has its options under their headings, if they have one."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            is_option = param.param_type_name == "option"
+            heading = getattr(param, "rich_help_panel", None)
+            name = heading or ("Options" if is_option else "Arguments")
+            if record := param.get_help_record(ctx):
+                groups.setdefault(name, []).append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
 
 SAMPLING = [spec.name for spec in fields(SamplingParams)]

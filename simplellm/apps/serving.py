@@ -10,6 +10,8 @@ import typer
 
 from simplellm.apps.install import ensure_installed
 from simplellm.apps.options import (
+    MEMORY,
+    SEVERAL,
     CacheBytes,
     CPUCacheBytes,
     DataParallelSize,
@@ -37,60 +39,88 @@ if TYPE_CHECKING:
     from simplellm.server.remote.client import RemoteClient
 
 MAX_REPLICAS = 64
+NETWORK, OPERATION = "Network and access", "Operation"  # headings of the help
 EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
 
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on.", rich_help_panel=NETWORK)
+]
 Port = Annotated[
-    int, typer.Option(help="Its port; 0 takes a free one.", min=0, max=65535)
+    int,
+    typer.Option(
+        metavar="<int>",
+        help="Its port; 0 takes a free one.",
+        min=0,
+        max=65535,
+        rich_help_panel=NETWORK,
+    ),
 ]
 Key = Annotated[
     str | None,
     typer.Option(
         envvar="SIMPLELLM_API_KEY",
-        help="What clients must send. Others on this machine can see it among a "
-        "command's options, but not in its environment.",
+        help="The key that clients must send. Prefer the environment variable "
+        "SIMPLELLM_API_KEY: other users of this machine can see command lines.",
+        show_envvar=False,
+        rich_help_panel=NETWORK,
     ),
 ]
 Names = Annotated[
     list[str] | None,
     typer.Option(help="What clients call the model; may be repeated.  [its name]"),
 ]
-Seqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
+Seqs = Annotated[
+    int | None, typer.Option(help="Requests that run at once.", rich_help_panel=MEMORY)
+]
 Length = Annotated[
     int | None,
     typer.Option(
         "--max-model-len",
         help="Tokens of a prompt and its answer, at most.  [the model's own limit]",
+        rich_help_panel=MEMORY,
     ),
 ]
 Engines = Annotated[
     int | None,
     typer.Option(
         "--replicas",
-        help="As many engines, each on a GPU of its own or all on the CPU; "
+        metavar="<int>",
+        help="Number of engines, each on a GPU of its own or all on the CPU; "
         "--max-num-seqs is for each.  [one engine]",
         min=1,
         max=MAX_REPLICAS,
+        rich_help_panel=SEVERAL,
         show_default=False,
     ),
 ]
-Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+Timeout = Annotated[
+    float,
+    typer.Option(help="Seconds that a request may take.", rich_help_panel=OPERATION),
+]
 Grace = Annotated[
-    float, typer.Option(help="Seconds for what runs when the server is to end.")
+    float,
+    typer.Option(
+        help="Seconds that running requests get at shutdown.", rich_help_panel=OPERATION
+    ),
 ]
 Watchdog = Annotated[
     float,
     typer.Option(
         help="Seconds for which an engine may be silent, or finish no step though it "
-        "has requests; then it is killed."
+        "has requests; then it is killed.",
+        rich_help_panel=OPERATION,
     ),
 ]
 LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"], typer.Option(help="What to log.")
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(help="What to log.", rich_help_panel=OPERATION),
 ]
 AccessLog = Annotated[
     Literal["off", "requests", "prompts"],
-    typer.Option(help="A JSON line for each request; its body too with prompts."),
+    typer.Option(
+        help="A JSON line for each request; its body too with prompts.",
+        rich_help_panel=OPERATION,
+    ),
 ]
 Strict = Annotated[
     bool,
@@ -98,6 +128,7 @@ Strict = Annotated[
         "--strict",
         help="Refuse parameters that this server doesn't know or do, also where they "
         "are hints.",
+        rich_help_panel=NETWORK,
     ),
 ]
 Origins = Annotated[
@@ -107,6 +138,7 @@ Origins = Annotated[
         metavar="ORIGIN",
         help="Pages in browsers that may ask, such as https://example.org, or '*' for "
         "all; may be repeated.  [none]",
+        rich_help_panel=NETWORK,
         show_default=False,
     ),
 ]
@@ -149,7 +181,7 @@ def serve_model(
     allowed_origins: Origins = None,
     yes: Yes = False,
 ) -> int:
-    """Answer OpenAI's clients over HTTP.
+    """Serve a chat page, and clients of OpenAI's and Anthropic's APIs.
 
     SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
     ends all.
