@@ -176,6 +176,15 @@ def test_the_verdict_on_code_that_is_not_right(
     assert judge(check_half, sys.exit) == "Wrong half: SystemExit: 4"
 
 
+def test_no_time_is_counted_in_which_none_of_a_readers_code_runs() -> None:
+    with course.time_limit(0.2), course.untimed():
+        time.sleep(0.3)
+    with pytest.raises(course.TooLong), course.time_limit(0.2):
+        with course.untimed():
+            time.sleep(0.1)
+        time.sleep(10)
+
+
 def test_a_loop_without_end_is_ended(
     judge: Callable, check_half: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

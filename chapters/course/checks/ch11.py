@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from course.checks.compiled import assert_compiles
-from course.checks.loads import beyond
+from course.checks.loads import beyond, clashes
 from course.checks.races import race
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,6 +99,15 @@ def assert_jitted(function):
     )
 
 
+def assert_alone(told, name, found):
+    """``found`` is what `clashes` has seen."""
+    assert not found, (
+        told + f"two programs store number {found[0]} of {name}. That's a race, even "
+        "if both store the same: what lies beyond the tensor is nobody's, so mask the "
+        "store"
+    )
+
+
 # Puzzles
 
 
@@ -119,12 +128,13 @@ def race_softmax(kernel):
 def check_matvec_kernel(kernel):
     """Sizes that fill no tile; sums in float32."""
     assert_kernel(kernel)
-    for rows, columns in ((10, 40), (4, 16), (5, 7)):
+    for rows, columns in ((10, 40), (4, 16), (5, 7), (6, 17)):
         weight = Guarded(normal(rows, columns, seed=rows))
         x, y = Guarded(normal(columns, seed=9)), empty(rows)
         grid = (triton.cdiv(rows, 4),)
         tensors, tiles = (x.inner, weight.inner, y.inner), {"ROWS": 4, "BLOCK": 16}
-        with beyond(x=x.guard, weight=weight.guard) as outside:
+        guards = {"x": x.guard, "weight": weight.guard}
+        with beyond(**guards) as outside, clashes(y.inner) as twice:
             kernel[grid](*tensors, rows, columns, **tiles)
         told = f"with N = {rows}, K = {columns}, ROWS = 4 and BLOCK = 16: "
         assert y.untouched(), told + "a store went beyond y; rows from N on need a mask"
@@ -143,11 +153,16 @@ def check_matvec_kernel(kernel):
             told + "y has the last tile of columns only; add to what is there"
         )
         head = weight.inner[:, :16].double() @ x.inner[:16].double()
-        assert columns <= 16 or not is_close(found, head), (
+        assert columns <= 32 or not is_close(found, head), (
             told + "y has the first BLOCK columns only; loop over all K"
+        )
+        assert not is_close(found, expected - tail), (
+            told + f"y lacks the last tile, columns {last} to {columns - 1}: the loop "
+            "goes on while its first column is below K"
         )
         assert is_close(found, expected, 1e-4), told + "y is not weight @ x"
         assert_inside(told, outside)
+        assert_alone(told, "y", twice)
     ones = torch.ones(4, 8192, dtype=torch.float16, device=DEVICE)
     y = empty(4)
     kernel[(1,)](ones[0], ones, y.inner, 4, 8192, ROWS=4, BLOCK=256)
@@ -183,12 +198,12 @@ def race_matvec(kernel):
 def check_product_kernel(kernel):
     """Sizes that fill no tile in any direction, and tiles that are not square."""
     assert_kernel(kernel)
-    for m, n, k in ((20, 40, 24), (16, 32, 16), (3, 70, 50)):
+    for m, n, k in ((20, 40, 24), (16, 32, 16), (3, 70, 50), (18, 34, 17)):
         a, b = Guarded(normal(m, k, seed=m)), Guarded(normal(n, k, seed=n))
         c = empty(m, n)
         grid = triton.cdiv(m, 16), triton.cdiv(n, 32)
         tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
-        with beyond(a=a.guard, b=b.guard) as outside:
+        with beyond(a=a.guard, b=b.guard) as outside, clashes(c.inner) as twice:
             kernel[grid](a.inner, b.inner, c.inner, m, n, k, **tiles)
         told = f"with M = {m}, N = {n}, K = {k} in tiles of 16, 32 and 16: "
         assert c.untouched(), (
@@ -202,18 +217,24 @@ def check_product_kernel(kernel):
             "NaN here, so every load needs its mask, and 0 where it is false"
         )
         last = k - (k - 1) % 16 - 1
-        assert k <= 16 or not is_close(found, left[:, last:] @ right[:, last:].T), (
+        tail = left[:, last:] @ right[:, last:].T
+        assert k <= 16 or not is_close(found, tail), (
             told + "c has the last step of K only; add up all steps"
         )
         assert not found.isnan().any(), (
             told + "some of c is NaN: it was not written, or a load without its mask "
             "took what lies beyond a tensor"
         )
+        assert not is_close(found, expected - tail), (
+            told + "c lacks the last step of K: the loop goes on while its first "
+            "column is below K"
+        )
         assert is_close(found, expected, 2e-2), (
             told + "c is not a @ b.T. Is K masked in at least one operand, and does "
             "program (i, j) make tile (i, j)?"
         )
         assert_inside(told, outside)
+        assert_alone(told, "c", twice)
     judge_16_bits(kernel)
     judge_far_rows(kernel)
     tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
@@ -260,11 +281,11 @@ def judge_far_rows(kernel):
     a, b = normal(m, k, seed=1), normal(32, k, seed=2)  # no other rows of b are read
     tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
     kernel[(1, 1)](a.to(DEVICE), b.to(DEVICE), c, m, n, k, **tiles)
-    for row, expected in enumerate(a @ b.T):
-        assert is_close(c[row * n : row * n + 32], expected, 2e-2), (
-            f"with N = {n:,}, row {row} of c begins at {row * n:,}, which 32 bits "
-            "can't count: make m int64 before you multiply it by N"
-        )
+    found = torch.stack([c[row * n : row * n + 32] for row in range(m)])
+    assert is_close(found, a @ b.T, 2e-2), (  # also where row 2 lands in row 0
+        f"with N = {n:,}, row 2 of c begins at {2 * n:,}, which 32 bits can't count: "
+        "make m int64 before you multiply it by N, not the product"
+    )
 
 
 # Attention
@@ -363,52 +384,77 @@ def judge_half_values(update):
 
 
 def check_split_kernel(kernel):
-    """One split and three, shuffled pages, rows of NaN after the end, sinks."""
+    """One split and more, shuffled pages, NaN wherever no key is, sinks."""
     assert_kernel(kernel)
+    whole = [3, 0, 6, 2, 5, 1]  # pages in order; page 4 is nobody's, page 0 is full
+    ends_in_0 = [3, 1, 6, 2, 5, 0]  # whose last rows are NaN
+    for order, share in (
+        (whole, 48),
+        (whole, 24),
+        (whole, 16),
+        (whole, 17),
+        (ends_in_0, 48),
+        (ends_in_0, 17),
+    ):
+        judge_splits(kernel, order, share)
+    sizes = {"K": 2, "G": 4, "D": 16, "PAGE": 8, "BLOCK": 16}
+    types = "*fp32 *fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32 fp32 i32"
+    assert_compiles(kernel, types, **sizes)
+    if DEVICE == "cuda":
+        race_split(kernel)
+
+
+def judge_splits(kernel, order, share):
+    """All splits of 45 keys in the pages of ``order``."""
     heads, group, dim, page, length = 2, 4, 16, 8, 45
     q, sinks = normal(heads * group, dim, seed=10), normal(heads * group, seed=11)
     k, v = normal(length, heads, dim, seed=12), normal(length, heads, dim, seed=13)
-    order = [3, 0, 6, 2, 5, 1]  # page 4 is nobody's
     keys, values = torch.full((2, 7, page, heads, dim), math.nan)
     for place in range(length):
         keys[order[place // page], place % page] = k[place]
         values[order[place // page], place % page] = v[place]
-    keys[4] = values[4] = 0
-    keys[0], values[0] = keys[0].nan_to_num(), values[0].nan_to_num()
-    table = Guarded(torch.tensor(order, dtype=torch.int32), 4)
+    given = {
+        "q": Guarded(q),
+        "keys": Guarded(keys),
+        "values": Guarded(values),
+        "the table": Guarded(torch.tensor(order, dtype=torch.int32), -1),
+        "sinks": Guarded(sinks),
+    }
     scale = LOG2E / dim**0.5
     logits = torch.einsum(
         "hgd,shd->hgs", q.double().view(heads, group, dim), k.double()
     ).mul(scale)
-    for share in (48, 24, 16):
-        splits = -(-length // share)
-        parts, sums = empty(heads, splits, group, dim), empty(heads, splits, group)
-        tensors = [Guarded(x).inner for x in (q, keys, values)]
+    splits = -(-length // share)
+    parts, sums = empty(heads, splits, group, dim), empty(heads, splits, group)
+    with beyond(**{name: one.guard for name, one in given.items()}) as outside:
         kernel[(heads, splits)](
-            *(*tensors, table.inner, Guarded(sinks).inner, parts.inner, sums.inner),
-            *(length, share, scale, keys.stride(0)),
+            *(one.inner for one in given.values()),
+            *(parts.inner, sums.inner, length, share, scale, keys.stride(0)),
             **{"K": heads, "G": group, "D": dim, "PAGE": page, "BLOCK": 16},
         )
-        told = f"{length} keys in {splits} splits of {share}, "
-        assert parts.untouched() and sums.untouched(), (
-            told + "a store went beyond parts or sums"
+    told = f"{length} keys in {splits} splits of {share}, "
+    assert parts.untouched() and sums.untouched(), (
+        told + "a store went beyond parts or sums"
+    )
+    for split in range(splits):
+        here = slice(split * share, min((split + 1) * share, length))
+        judge_split(
+            told + f"split {split}: ",
+            sums.inner[:, split].double().cpu(),
+            parts.inner[:, split].double().cpu(),
+            logits[:, :, here],
+            sinks.double().view(heads, group) * LOG2E,
+            v.double()[here],
+            split,
+            next_keys(logits, split, share),
+            in_page_0(logits, split, share, order, page),
         )
-        for split in range(splits):
-            here = slice(split * share, min((split + 1) * share, length))
-            judge_split(
-                told + f"split {split}: ",
-                sums.inner[:, split].double().cpu(),
-                parts.inner[:, split].double().cpu(),
-                logits[:, :, here],
-                sinks.double().view(heads, group) * LOG2E,
-                v.double()[here],
-                split,
-                next_keys(logits, split, share),
-            )
-    types = "*fp32 *fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32 fp32 i32"
-    assert_compiles(kernel, types, K=heads, G=group, D=dim, PAGE=page, BLOCK=16)
-    if DEVICE == "cuda":
-        race_split(kernel)
+    assert outside != ["the table"], (
+        told + "find_rows reads beyond the table, where a GPU finds any number, and at "
+        "that page anything: its `stop` is where the split ends, or the sequence, if "
+        "that's earlier"
+    )
+    assert_inside(told, outside)
 
 
 def race_split(kernel, length=32768):
@@ -444,7 +490,24 @@ def next_keys(logits, split, share):
     return logits[:, :, end : split * share + -(-share // 16) * 16]
 
 
-def judge_split(told, found_sums, found_parts, logits, sinks, v, split, behind):
+def in_page_0(logits, split, share, order, page):
+    """Logits of the keys that are found where find_rows sends those of no split.
+
+    Once up to the sequence's end, once up to the split's, and once of a whole tile.
+    """
+    start, length = split * share, logits.shape[-1]
+    stop = min(start + share, length)
+    whole = start + -(-(stop - start) // 16) * 16
+    found = []
+    for end in (length, start + share, whole):
+        places = range(stop, min(end, whole))
+        keys = [order.index(0) * page + place % page for place in places]
+        if keys and max(keys) < length:  # others are NaN
+            found.append(logits[:, :, keys])
+    return found
+
+
+def judge_split(told, found_sums, found_parts, logits, sinks, v, split, behind, sent):
     """Compare what one split left; logits [K, G, s], v [s, K, D]."""
     weights = torch.exp2(logits)
     plain = weights.sum(-1)
@@ -452,7 +515,8 @@ def judge_split(told, found_sums, found_parts, logits, sinks, v, split, behind):
     total = plain if split else with_sink
     assert not (found_sums.isnan().any() or found_parts.isnan().any()), (
         told + "NaN came out, or nothing was written. What lies in a page after the "
-        "sequence's end is NaN: is such a key there?"
+        "sequence's end is NaN, also in page 0: is such a key there? Then load_pair "
+        "loads it, and even with a weight of 0 its value makes NaN"
     )
     if split:
         assert not is_close(found_sums, with_sink.log2(), 1e-4), (
@@ -467,10 +531,23 @@ def judge_split(told, found_sums, found_parts, logits, sinks, v, split, behind):
         told + "keys of the next split are counted as well, and so twice in the end: a "
         "split ends after its share, also where that is within a tile"
     )
+    for others in sent:
+        more = (total + torch.exp2(others).sum(-1)).log2()
+        assert not is_close(found_sums, more, 1e-4), (
+            told + "keys from its end on are counted, those of page 0, to which "
+            "find_rows sends them: a key is there if it's before the split's end and "
+            "the sequence's"
+        )
     padding = -(-logits.shape[-1] // 16) * 16 - logits.shape[-1]
     assert not padding or not is_close(found_sums, (total + padding).log2(), 1e-4), (
         told + "keys that are not there have logits of 0 and so weigh 1 each; they "
         "have to get -inf"
+    )
+    first = (logits.shape[-1] - 1) // 16 * 16  # of the last tile
+    less = (total - weights[..., first:].sum(-1)).log2()
+    assert not first or not is_close(found_sums, less, 1e-4), (
+        told + f"the last tile is missing, key {first} of the split and what follows: "
+        "the loop goes on while a tile's first key is before the split's end"
     )
     assert not is_close(found_sums, total.log(), 1e-4), (
         told + "the logarithm of the sum has base 2 here, as exp2 has"
@@ -500,7 +577,7 @@ def check_11_1(kernel):
         whole[:, :n] = normal(m, n, seed=m)
         given, out = Guarded(whole), Guarded(torch.full((n, m), math.nan), 777.0)
         grid = triton.cdiv(m, 4), triton.cdiv(n, 4)
-        with beyond(x=given.guard) as outside:
+        with beyond(x=given.guard) as outside, clashes(out.inner) as twice:
             kernel[grid](given.inner, out.inner, m, n, stride, TILE=4)
         found, right = out.inner.cpu(), whole[:, :n]
         told = f"with M = {m}, N = {n}, stride = {stride} in tiles of 4 x 4: "
@@ -525,6 +602,7 @@ def check_11_1(kernel):
             told + "out[n, m] is not x[m, n]. Rows of x are stride apart, of out M"
         )
         assert_inside(told, outside)
+        assert_alone(told, "out", twice)
     assert_compiles(kernel, "*fp32 *fp32 i32 i32 i32", TILE=4)
 
 

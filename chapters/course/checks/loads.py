@@ -1,7 +1,8 @@
-"""Loads beyond a tensor, seen where Triton's interpreter runs the kernel.
+"""Loads and stores that leave no trace, seen where Triton's interpreter runs them.
 
 A margin of NaN shows a load from outside only if its number reaches a result. A GPU
-may stop at any such load, also at one for a row that is never stored.
+may stop at any such load, also at one for a row that is never stored. And where two
+programs store the same number at one place, nobody sees it in the result.
 """
 
 from collections.abc import Iterator
@@ -43,3 +44,36 @@ def beyond(**guards: tuple[Tensor, Tensor]) -> Iterator[list[str]]:
         yield found
     finally:
         del interpreter_builder.create_masked_load
+
+
+@contextmanager
+def clashes(tensor: Tensor) -> Iterator[list[int]]:
+    """The place of the first number of ``tensor`` that two programs store, if any.
+
+    Of the kernel that the body runs, once. The list is filled while it runs; on a GPU
+    it stays empty.
+    """
+    found: list[int] = []
+    if tensor.is_cuda:
+        yield found
+        return
+    from triton.runtime.interpreter import interpreter_builder
+
+    builder: Any = interpreter_builder
+    inner = builder.create_masked_store
+    writers: dict[int, tuple[int, ...]] = {}
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+    def watched(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        places = pointers.data[np.broadcast_to(mask.data, pointers.data.shape) != 0]
+        program = builder.grid_idx
+        for place in places[(begin <= places) & (places < end)].tolist():
+            if writers.setdefault(place, program) != program and not found:
+                found.append((place - begin) // tensor.element_size())
+        return inner(pointers, value, mask, *rest)
+
+    builder.create_masked_store = watched
+    try:
+        yield found
+    finally:
+        del builder.create_masked_store

@@ -208,6 +208,50 @@ def loads_rows_that_are_not_there(
     tl.store(y_ptr + rows, total, rows < N)
 
 
+@triton.jit
+def matvec_of(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,  # so many columns before the end, the loop ends
+    WRAPPED: tl.constexpr,  # whether rows from N on are the first ones again
+):
+    """A right answer, with one thing wrong."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if WRAPPED:
+        rows = rows % N
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, K - EARLY, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + columns, columns < K, 0.0).to(tl.float32)
+        inside = (rows < N)[:, None] & (columns < K)[None, :]
+        offsets = rows[:, None] * K + columns[None, :]
+        weight = tl.load(weight_ptr + offsets, inside, 0.0).to(tl.float32)
+        total += tl.sum(weight * x[None, :], 1)
+    tl.store(y_ptr + rows, total, rows < N)
+
+
+class Matvec:
+    """`matvec_of` as a kernel with some mistake."""
+
+    def __init__(self, name, **mistake):
+        self.__name__ = name
+        self.options = dict(EARLY=0, WRAPPED=False) | mistake
+
+    def __getitem__(self, grid):
+        return lambda *args, **sizes: matvec_of[grid](*args, **sizes, **self.options)
+
+
+wrong("matvec_kernel", "lacks the last tile")(Matvec("ends_early", EARLY=1))
+wrong("matvec_kernel", "lacks the last tile")(Matvec("ends_earlier", EARLY=3))
+wrong("matvec_kernel", "lacks the last tile")(Matvec("full_tiles", EARLY=15))
+wrong("matvec_kernel", "two programs store")(Matvec("wraps_around", WRAPPED=True))
+
+
 @wrong("matvec_kernel", "both factors to float32")
 @triton.jit
 def multiplies_in_16_bits(
@@ -378,22 +422,29 @@ def product_of(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     SUM: tl.constexpr,  # the dtype that tiles are added up in, or None for a's
-    WIDE: tl.constexpr,  # whether offsets have 64 bits
+    WIDE: tl.constexpr,  # what has 64 bits: "rows", "products" or "nothing"
+    EARLY: tl.constexpr,  # so many columns before the end, the loop ends
+    WRAPPED: tl.constexpr,  # whether rows from M on are the first ones again
 ):
     """A right answer, with one thing wrong."""
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
     n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[None, :]
-    if WIDE:
+    if WRAPPED:
+        m = m % M
+    if WIDE == "rows":
         m, n = m.to(tl.int64), n.to(tl.int64)
     dtype = SUM if SUM is not None else a_ptr.dtype.element_ty
     total = tl.zeros([TILE_M, TILE_N], dtype)
-    for first in range(0, K, TILE_K):
+    for first in range(0, K - EARLY, TILE_K):
         k = first + tl.arange(0, TILE_K)
         right, down = k[None, :], k[:, None]
         a = tl.load(a_ptr + m * K + right, (m < M) & (right < K), 0.0)
         b = tl.load(b_ptr + n * K + down, (n < N) & (down < K), 0.0)
         total += tl.dot(a, b, input_precision="ieee").to(dtype)
-    tl.store(c_ptr + m * N + n, total, (m < M) & (n < N))
+    offsets = m * N
+    if WIDE == "products":
+        offsets = offsets.to(tl.int64)
+    tl.store(c_ptr + offsets + n, total, (m < M) & (n < N))
 
 
 class Product:
@@ -401,14 +452,18 @@ class Product:
 
     def __init__(self, name, **mistake):
         self.__name__ = name
-        self.options = dict(SUM=tl.float32, WIDE=True) | mistake
+        right = dict(SUM=tl.float32, WIDE="rows", EARLY=0, WRAPPED=False)
+        self.options = right | mistake
 
     def __getitem__(self, grid):
         return lambda *args, **sizes: product_of[grid](*args, **sizes, **self.options)
 
 
 wrong("product_kernel", "stays float32")(Product("sums_in_float16", SUM=None))
-wrong("product_kernel", "32 bits can't count")(Product("narrow_offsets", WIDE=False))
+wrong("product_kernel", "row 2 of c begins")(Product("narrow", WIDE="nothing"))
+wrong("product_kernel", "not the product")(Product("widened_late", WIDE="products"))
+wrong("product_kernel", "lacks the last step")(Product("ends_early", EARLY=1))
+wrong("product_kernel", "two programs store")(Product("wraps_around", WRAPPED=True))
 
 
 @wrong("11.2", "before `ordered` reads")
@@ -619,6 +674,9 @@ def split_of(
     BLOCK: tl.constexpr,
     SINKS: tl.constexpr,  # "first", "all" or "none"
     SHARED: tl.constexpr,  # whether the mask ends with the split, or the sequence
+    FOUND: tl.constexpr,  # where find_rows stops: "there", "split", "share", "never"
+    LOADED: tl.constexpr,  # keys that load_pair takes behind the end
+    EARLY: tl.constexpr,  # so many keys before the end, the loop ends
     HIDDEN: tl.constexpr,  # whether logits of keys that are not there become -inf
     ENDS: tl.constexpr,  # whether a split ends where the next one begins
     BASE2: tl.constexpr,
@@ -634,12 +692,20 @@ def split_of(
     counted = group < having
     top, total, acc = init_acc(sinks_ptr, heads, counted, D, SINKS != "none")
     q = tl.load(q_ptr + heads[:, None] * D + d[None, :])
-    for first in range(start, stop, BLOCK):
+    for first in range(start, stop - EARLY, BLOCK):
         positions = first + n
         end = stop if SHARED else length
         there = positions < end
-        rows = find_rows(table_ptr, positions, end, stride_page, K * D, PAGE) + head * D
-        k, v = load_pair(keys_ptr, values_ptr, rows, there, D, D)
+        found = end
+        if FOUND == "split":
+            found = stop
+        if FOUND == "share":
+            found = start + share
+        if FOUND == "never":
+            found = 2**30
+        rows = find_rows(table_ptr, positions, found, stride_page, K * D, PAGE)
+        loaded = positions < end + LOADED
+        k, v = load_pair(keys_ptr, values_ptr, rows + head * D, loaded, D, D)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HIDDEN:
             logits = tl.where(there[None, :], logits, float("-inf"))
@@ -660,6 +726,7 @@ class Split:
     def __init__(self, name, **mistake):
         right: dict[str, Any] = dict(SINKS="first", SHARED=True, HIDDEN=True)
         right |= dict(ENDS=True, BASE2=True, DIVIDED=True)
+        right |= dict(FOUND="there", LOADED=0, EARLY=0)
         self.__name__ = name
         self.options = right | mistake
 
@@ -671,6 +738,13 @@ wrong("split_kernel", "is counted again")(Split("a_sink_in_each", SINKS="all"))
 wrong("split_kernel", "is not counted")(Split("no_sink", SINKS="none"))
 wrong("split_kernel", "weigh 1 each")(Split("counts_keys_behind", HIDDEN=False))
 wrong("split_kernel", "so twice in the end")(Split("masks_by_length", SHARED=False))
+wrong("split_kernel", "those of page 0")(
+    Split("is_there_by_length", SHARED=False, FOUND="split")
+)
+wrong("split_kernel", "its `stop` is where")(Split("a_share_s_end", FOUND="share"))
+wrong("split_kernel", "its `stop` is where")(Split("no_stop", FOUND="never"))
+wrong("split_kernel", "also in page 0")(Split("loads_whole_tiles", LOADED=16))
+wrong("split_kernel", "the last tile is missing")(Split("ends_early", EARLY=1))
 wrong("split_kernel", "over the split's keys")(Split("goes_on_to_the_end", ENDS=False))
 wrong("split_kernel", "has base 2")(Split("natural_logarithm", BASE2=False))
 wrong("split_kernel", "divided by its own sum")(Split("not_divided", DIVIDED=False))
