@@ -143,14 +143,20 @@ def few_lines(function, most=10_000):
     def trace(frame, event, argument):
         nonlocal count
         count += event == "line"
-        assert count < most, "a loop over the tokens; with many of them it never ends"
+        assert count < most, (
+            "a Python loop over the tokens: right, but too slow for 131,072 of them; "
+            "compare all positions at once"
+        )
         return trace
 
     sys.settrace(trace)
     try:
         return function()
     except MemoryError:
-        raise AssertionError("a list of the tokens; many do not fit") from None
+        raise AssertionError(
+            "a Python list of the tokens: right, but too large for 131,072 of them; "
+            "compare all positions at once"
+        ) from None
     finally:
         sys.settrace(before)
 
@@ -246,7 +252,14 @@ def check_masked_attention(masked_attention):
     judge_precision(masked_attention)
     queries, keys, values = (torch.stack([x, x.flip(0)]) for x in (q, k, v))
     mask = torch.stack([place <= place[:, None], place >= place[:, None]])
-    found = masked_attention(queries, keys, values, mask, sinks, 8**-0.5)
+    try:
+        found = masked_attention(queries, keys, values, mask, sinks, 8**-0.5)
+    except Exception as error:
+        raise AssertionError(
+            "right without leading axes; now with two sequences, q [2, 9, 6, 8], k and "
+            "v [2, 9, 3, 8], mask [2, 9, 9], it fails: name the axes from the end, or "
+            f"with ... in einsum ({type(error).__name__}: {error})"
+        ) from None
     is_tensor(found, queries.shape, "two sequences' output")
     pair = [
         masked_attention(*one, sinks, 8**-0.5)
