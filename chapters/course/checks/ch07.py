@@ -49,7 +49,7 @@ def check_ConcatCache_attend(ConcatCache):
         held = len(cache.layers[layer][0])
         assert held == old + new, (
             f"after {old + new} tokens of layer {layer} the cache holds {held} keys; "
-            "what is old has to stay, each layer's for itself"
+            "keep all old keys and values, separately for each layer"
         )
         assert torch.allclose(found, expected, atol=1e-5), (
             f"wrong attention in layer {layer} for {new} tokens after {old}: old keys "
@@ -95,37 +95,40 @@ def judge_reads(plan_gathers, rng, lengths, window, size):
         page_size=size,
     )
     told = f"lengths {lengths}, window {window}, pages of {size}"
+    assert isinstance(reads, list), (
+        f"return a list of GatherPlans; yours is of type {type(reads).__name__}"
+    )
     sees = np.array([n - first for n, first in zip(lengths, oldest, strict=True)])
     seen = []
-    for rows, slots, masked in reads:
+    for rows, slots, mask in reads:
         rows, slots = np.asarray(rows), np.asarray(slots)
-        if masked is None:
-            masked = np.zeros(slots.shape, dtype=bool)
-        masked = np.asarray(masked).astype(bool)
+        masked = np.zeros(slots.shape, bool) if mask is None else np.asarray(mask)
+        masked = masked.astype(bool)
         assert len(rows) == len(slots) == len(masked), (
-            f"{told}: one row of cells per decode"
+            f"{told}: one row of slots per decode"
         )
-        for row, cell, hide in zip(rows.tolist(), slots, masked, strict=True):
+        for row, read, hide in zip(rows.tolist(), slots, masked, strict=True):
             seen.append(row)
-            cell_of = {
+            slot_of = {
                 position: tables[row][position // size - firsts[row]] * size
                 + position % size
                 for position in range(firsts[row] * size, lengths[row])
             }
-            expected = [cell_of[p] for p in range(oldest[row], lengths[row])]
-            found = cell[~hide].tolist()
+            expected = [slot_of[p] for p in range(oldest[row], lengths[row])]
+            found = read[~hide].tolist()
             assert len(found) == len(expected), (
-                f"{told}: a decode sees its own position and those before it, with a "
-                f"window so many, itself included; of length {lengths[row]}: "
-                f"{len(expected)}, yours: {len(found)}"
+                f"window {window}, length {lengths[row]}: a decode should see "
+                f"{len(expected)} position{'s' * (len(expected) > 1)}, its own "
+                f"included, and you give {len(found)}"
+                + (", padding among them" if window is None else "")
             )
             assert sorted(found) == sorted(expected), (
                 f"{told}: the decode of length {lengths[row]} has the table "
                 f"{tables[row][:4]}..., whose first page begins at position "
-                f"{firsts[row] * size}; it should see the cells {expected[:5]}..., "
+                f"{firsts[row] * size}; it should see the slots {expected[:5]}..., "
                 f"yours are {found[:5]}..."
             )
-            assert set(cell[hide].tolist()) <= set(cell_of.values()), (
+            assert set(read[hide].tolist()) <= set(slot_of.values()), (
                 f"{told}: a masked slot is read all the same, so it must be one that "
                 "was written, such as the newest; beyond the end lies anything, NaN too"
             )
@@ -150,6 +153,11 @@ def judge_reads(plan_gathers, rng, lengths, window, size):
         "it wants how many positions each decode sees, which with a window is not its "
         "length"
     )
+    for rows, _, mask in reads:
+        assert mask is None or np.asarray(mask).any(), (
+            f"{told}: in rows {np.asarray(rows).tolist()} nothing is padding, so their "
+            "masked is None, not all False: then attention has no mask to apply"
+        )
 
 
 def check_7_1(outweighs):

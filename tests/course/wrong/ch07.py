@@ -14,7 +14,7 @@ class Layers:
         self.layers = {}
 
 
-@wrong("ConcatCache.attend", "has to stay")
+@wrong("ConcatCache.attend", "separately for each layer")
 class ForgetsTheOld(Layers):
     def attend(self, layer, q, k, v, sinks, window):
         self.layers[layer] = k, v
@@ -78,11 +78,12 @@ def read_all(
         places = pad(positions, ends[rows]) - firsts[rows]
         columns = np.minimum(places // size, tables.shape[1] - 1)
         pages = tables[rows[:, None], columns]
-        found.append(GatherPlan(rows, pages * size + places % size, hidden))
+        mask = hidden if hidden.any() else None
+        found.append(GatherPlan(rows, pages * size + places % size, mask))
     return found
 
 
-@wrong("plan_gathers", "itself included")
+@wrong("plan_gathers", "1 position, its own included, and you give 2")
 def one_more_than_the_window(tables, offsets, lengths, *, window, page_size):
     return read_all(tables, offsets, lengths, window, page_size, shift=-1)
 
@@ -104,7 +105,7 @@ def reads_beyond_the_end(tables, offsets, lengths, *, window, page_size):
     )
 
 
-@wrong("plan_gathers", "itself included")
+@wrong("plan_gathers", "padding among them")
 def hides_nothing(tables, offsets, lengths, *, window, page_size):
     reads = read_all(tables, offsets, lengths, window, page_size)
     return [read._replace(masked=None) for read in reads]
@@ -182,3 +183,16 @@ def alike_by_length(tables, offsets, lengths, *, window, page_size):
         return bucket_by_length(lengths.numpy())
 
     return read_all(tables, offsets, lengths, window, page_size, batches=by_length)
+
+
+@wrong("plan_gathers", "return a list")
+def one_after_the_other(tables, offsets, lengths, *, window, page_size):
+    yield from read_all(tables, offsets, lengths, window, page_size)
+
+
+@wrong("plan_gathers", "nothing is padding")
+def always_a_mask(tables, offsets, lengths, *, window, page_size):
+    return [
+        read if read.masked is not None else read._replace(masked=read.slots < 0)
+        for read in read_all(tables, offsets, lengths, window, page_size)
+    ]
