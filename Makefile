@@ -20,27 +20,32 @@ STAMP := $(VENV)/.installed-$(firstword $(shell cat requirements.txt pyproject.t
 JOBS := 2
 
 help:
-	@echo "make demo      ask the embedded model what 47 + 85 is"
-	@echo "make chat      talk to a small real model, SmolLM2; MODEL= is the embedded one"
-	@echo "make test      run every test and every chapter"
-	@echo "make test-engine, make test-course   run half of these"
-	@echo "make test-all  run also the variants that make test leaves out"
-	@echo "make test-real run small real models, from PyPI, against transformers"
-	@echo "make test-agents run agents, from npm and PyPI, against a server"
-	@echo "make test-cluster  run three nodes of a Ray cluster, where Ray is installed"
-	@echo "make test-bits run the tests of equal bits as on an AVX2 processor"
-	@echo "make lab       open your workbook, the chapters with empty blanks"
-	@echo "make read      open the reading edition, the chapters with our versions"
-	@echo "make progress  tell which blanks are yours, and right"
-	@echo "make mine      ask an engine with your functions in it: PROMPT=\"...\""
-	@echo "make workbook  refresh the workbook's text; what you wrote stays"
-	@echo "make book      build the course as a web site into book/"
-	@echo "make export    write simplellm/*.py from the chapters"
-	@echo "make figures   draw the chapters' figures again"
-	@echo "make check     look for drift, format, lint and type errors"
-	@echo "make sizes     tell what the package is made of: folders, lines, imports"
-	@echo "make evaluate  measure the embedded model on held-out problems"
-	@echo "make clean     remove .venv and everything that was built"
+	@echo "For learners"
+	@echo "  make demo          ask the embedded model what 47 + 85 is"
+	@echo "  make chat          talk to SmolLM2, a small real model"
+	@echo "  make chat MODEL=   talk to the embedded model"
+	@echo "  make lab           open your workbook, the chapters with empty blanks"
+	@echo "  make read          open the reading edition, the chapters with our versions"
+	@echo "  make progress      tell which blanks are yours, and right"
+	@echo "  make mine          ask an engine with your functions in it: PROMPT=\"...\""
+	@echo "  make workbook      refresh the workbook's text; what you wrote stays"
+	@echo "  make book          build the course as a web site into book/"
+	@echo
+	@echo "For those who change SimpleLLM"
+	@echo "  make test          run every test and every chapter"
+	@echo "  make test-engine   run the tests of the engine alone"
+	@echo "  make test-course   run the tests of the course alone"
+	@echo "  make test-all      run also the variants that make test leaves out"
+	@echo "  make test-real     run small real models, from PyPI, against transformers"
+	@echo "  make test-agents   run agents, from npm and PyPI, against a server"
+	@echo "  make test-cluster  run three nodes of a Ray cluster, where Ray is installed"
+	@echo "  make test-bits     run the tests of equal bits as on an AVX2 processor"
+	@echo "  make check         look for drift, format, lint and type errors"
+	@echo "  make export        write simplellm/*.py from the chapters"
+	@echo "  make figures       draw the chapters' figures again"
+	@echo "  make sizes         tell what the package is made of: folders, lines, imports"
+	@echo "  make evaluate      measure the embedded model on held-out problems"
+	@echo "  make clean         remove .venv and everything that was built"
 
 demo: $(STAMP)
 	@$(VENV)/bin/simplellm "What is 47 + 85?" --reasoning-effort high
@@ -89,7 +94,7 @@ LAB = JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab \
 	--LabApp.extra_labextensions_path="$(CURDIR)/.jupyter/labextensions" $(OPTIONS)
 
 # What a reader needn't see of the workbook's folder.
-HIDDEN = $(foreach name,course figures *.py *.toml,--ContentsManager.hide_globs="$(name)")
+HIDDEN = $(foreach name,course figures *.py *.toml AGENTS.md teaching.md,--ContentsManager.hide_globs="$(name)")
 
 lab: $(STAMP)
 	@test -e workbook/test_blanks.py || $(PY) tools/workbook.py make

@@ -273,7 +273,10 @@ def test_the_command_writes_numbers_and_a_plot(known_machine, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("gpt-oss-12b", "gpt-oss-12b: does not exist; expected a checkpoint folder"),
+        (
+            "gpt-oss-12b",
+            "gpt-oss-12b: does not exist; expected a checkpoint's folder, a .gguf file",
+        ),
         (
             "gpt-oss-20b",
             "gpt-oss-20b: does not exist; expected the folder of a checkpoint",

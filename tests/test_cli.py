@@ -339,9 +339,10 @@ def test_another_model_is_greeted_by_its_folder():
     assert told.startswith("models/gpt-oss-20b: ") and "999" not in told
 
 
-def test_chat_ends_at_exit(scripted, monkeypatch):
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/q", "/bye"])
+def test_chat_ends_at_exit(scripted, monkeypatch, word):
     llm = scripted()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/exit\nmore\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{word}\nmore\n"))
     assert cli.main(["chat"]) == 0
     assert llm.seen == []
 
@@ -565,6 +566,20 @@ def test_a_prompt_is_no_mistyped_command(scripted, prompt):
     llm = scripted(ANSWER)
     assert cli.main([prompt]) == 0
     assert llm.seen[0][0]["content"] == prompt
+
+
+@pytest.mark.parametrize("word", ["gpt-oss-20b", "SmolLM2", "my model", "q.gguf"])
+def test_a_model_is_no_prompt(scripted, capsys, monkeypatch, tmp_path, word):
+    monkeypatch.chdir(tmp_path)
+    Path("q.gguf").touch()
+    Path("my model").mkdir()
+    Path("my model/config.json").touch()
+    llm = scripted(ANSWER)
+    assert cli.main([word, "--seed", "1"]) == 2
+    told = f"To chat with it: simplellm chat {shlex.quote(word)}\n"
+    assert capsys.readouterr().err.endswith(told) and not llm.seen
+    assert cli.main(["ask", word]) == 0
+    assert llm.seen[0][0]["content"] == word
 
 
 def test_help_and_version_do_not_import_torch():

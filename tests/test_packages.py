@@ -159,6 +159,14 @@ def test_names_are_those_that_people_know(tmp_path: Path) -> None:
     assert "Apache-2.0" in said and max(map(len, said.splitlines())) <= 80
 
 
+def test_a_name_that_is_none_is_told_what_can_be_given() -> None:
+    expected = "expected a checkpoint's folder, a .gguf file, or smollm2"
+    for name, end in ("smollm", ". Did you mean smollm2?"), ("nothing", ""):
+        with pytest.raises(CheckpointError) as error:
+            check_downloaded(name)
+        assert str(error.value) == f"{name}: does not exist; {expected}{end}"
+
+
 def test_pip_is_a_module_that_python_runs() -> None:
     command = [sys.executable, "-m", "pip", "--version"]
     assert subprocess.run(command, capture_output=True).returncode == 0

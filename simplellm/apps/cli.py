@@ -34,13 +34,14 @@ from simplellm.apps.screen import (
 from simplellm.apps.serving import needs_extra, serve_model
 from simplellm.apps.workloads import plan_load
 from simplellm.base.config import expect
+from simplellm.checkpoint.packages import PACKAGED
 
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
     from simplellm.api.llm import LLM
 
 CHAT_HELP = """Hold a conversation. /help says what can be typed.
 
-Ctrl-C ends an answer that is being written."""
+Ctrl-C ends an answer that is being written, and otherwise the chat."""
 # The base of typer.BadParameter, which typer itself does not export.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -48,7 +49,8 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 class PromptGroup(TyperGroup):
     """Commands of which `ask` is the default: what names no other is its prompt.
 
-    But for a single word that is nearly a command's name, and for `help`.
+    But for a single word that is nearly a command's name or names a model, and for
+    `help`.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -63,8 +65,26 @@ class PromptGroup(TyperGroup):
                     f"there is no command {first!r}; did you mean {near[0]!r}? To ask "
                     f"the model, use simplellm ask {first}"
                 )
+            if names_model(first):
+                ctx.fail(
+                    f"{first} is a model and no question. To chat with it: simplellm "
+                    f"chat {shlex.quote(first)}"
+                )
             args = ["ask", *args]
         return super().parse_args(ctx, args)
+
+
+def names_model(word: str) -> bool:
+    """Whether a word is a model's name, or a checkpoint's folder or file here."""
+    from simplellm.checkpoint.families.gpt_oss import MODELS
+
+    path = Path(word)
+    return (
+        word.lower() in {*MODELS, *PACKAGED}
+        or (path.suffix == ".gguf" and path.is_file())
+        or (path / "config.json").is_file()
+        or (path.is_dir() and any(path.glob("*.gguf")))
+    )
 
 
 class PlainUsage(TyperCommand):

@@ -141,12 +141,17 @@ def read_lines(screen: Screen) -> Iterator[str]:
 
 GREETING = """\
 {model}: type a question, and go on asking.{about}
-/help says this again, /reset begins anew, /exit ends; Ctrl-C stops an answer.
+/help says this again, /reset begins anew, /exit ends. Ctrl-C stops an answer
+or, where none is being written, ends the chat.
 """
 EMBEDDED_ABOUT = """
 It has learned little: sums and differences of numbers up to 999, counting and
-reversing letters, sorting, comparing, and terms of the course. Try: What is
-47 + 85? How many r are in strawberry? What is a KV cache? What can you do?"""
+reversing letters, sorting, comparing, and terms of the course. Try:
+  What is 47 + 85?
+  How many r are in strawberry?
+  What is a KV cache?
+  What can you do?"""
+ENDS = {"/exit", "/quit", "/q", "/bye"}  # the first, and what other programs call it
 
 
 def greeting(model: str | None) -> str:
@@ -168,7 +173,7 @@ def converse(
     """Answer each of the lines, with what was said since ``first`` before it."""
     messages = first
     for line in lines:
-        if line == "/exit":
+        if line in ENDS:
             return
         if line == "/help":
             screen.write(help, aside=True)

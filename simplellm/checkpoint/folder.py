@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.gguf.container import MAGIC, SHARD, open_container
 from simplellm.checkpoint.gguf.metadata import read_gguf_config
 from simplellm.checkpoint.gguf.tokens import GGUFFiles
-from simplellm.checkpoint.packages import find_packaged, sampling_of
+from simplellm.checkpoint.packages import PACKAGED, find_packaged, sampling_of
 from simplellm.text.tokenizer import Tokenizer
 
 EMBEDDED = Path(str(package_files("simplellm"))) / "embedded"
@@ -57,7 +58,10 @@ def only_gguf(folder: Path) -> Path | None:
 
 
 def check_downloaded(model: str | Path | None) -> Path:
-    """`path_of`. Raises CheckpointError for a hub's name or an adapter: what to do."""
+    """`path_of`. Raises CheckpointError, which says what to do, for some others.
+
+    They are a hub's name, a name that is nothing here, and an adapter.
+    """
     path = path_of(model)
     name = f"openai/{model}" if str(model) in MODELS else str(model)
     if not path.exists() and HUB_NAME.fullmatch(name):
@@ -66,6 +70,13 @@ def check_downloaded(model: str | Path | None) -> Path:
             f"{model}: does not exist; expected the folder of a checkpoint. If it is "
             f"on the Hugging Face hub, download it first: hf download {name} "
             f"--local-dir {local}, and then give {local}"
+        )
+    if not path.exists() and path.name == str(model):
+        near = get_close_matches(path.name.lower(), PACKAGED, n=1)
+        raise CheckpointError(
+            f"{model}: does not exist; expected a checkpoint's folder, a .gguf file, "
+            f"or {' or '.join(PACKAGED)}"
+            + "".join(f". Did you mean {name}?" for name in near)
         )
     adapter = path / ADAPTER
     if adapter.is_file() and not (path / "config.json").is_file():
