@@ -24,19 +24,28 @@ def manager(candidate, *arguments, **options):
 
 
 def compute(books, sequence, tokens, end):
-    """What a step does to the books."""
-    assert books.allocate(sequence, end), "the check's pool is too small"
+    """What a step does to the books; there are always pages enough."""
+    groups, had = len(books.windows), books.free_pages
+    missing = -(-end // books.page_size) - len(books.tables[sequence].groups[0])
+    needed = max(0, missing) * groups
+    assert books.allocate(sequence, end), (
+        f"{needed} pages were needed and {had} could be had, and allocate said False: "
+        f"self.windows has {groups} group{'s' * (groups > 1)} here, and each needs "
+        f"{missing}; count pages for each group of this manager"
+    )
     books.take_copies()
     books.commit(sequence, tokens, end)
 
 
 def check_PageManager__cached_prefix(PageManager):
     """Random holes in the cache, against a search that tries every prefix."""
+    is_list(manager(PageManager, 60, 4)._cached_prefix([1] * 9))
     rng = random.Random(8)
     for trial in range(120):
         size, count = rng.randint(1, 4), rng.randint(1, 10)
         window = rng.choice([None, 1, 2, 4, 8, 9])
-        books = manager(PageManager, 60, size, window=window)
+        sliding = 1 + trial % 3 // 2  # in every third trial two groups
+        books = manager(PageManager, 60, size, window=window, sliding_groups=sliding)
         tokens = [rng.randint(0, 9) for _ in range(size * count)]
         books.add(0, [*tokens, 0])
         assert books.tables[0].num_computed_tokens == 0, (
@@ -72,6 +81,51 @@ def check_PageManager__cached_prefix(PageManager):
         "pages have names, and the manager does not share: ask self.enable_caching "
         "first, and find nothing"
     )
+    prefix_is_hashed_once(PageManager)
+
+
+def is_list(found):
+    assert isinstance(found, list), (
+        "a list of digests is expected, since the table adds to it later; yours is of "
+        f"type {type(found).__name__}"
+    )
+
+
+def prefix_is_hashed_once(PageManager):
+    """Twelve pages, all of them cached, and then all but the third."""
+    books = manager(PageManager, 60, 4)
+    tokens = list(range(48))
+    books.add(0, tokens)
+    compute(books, 0, tokens, 48)
+    found, hashed = count_hashes(lambda: books._cached_prefix([*tokens, 0]))
+    assert len(found) == 12, f"12 pages are cached, and you found {len(found)}"
+    assert hashed <= 13, (
+        f"a prompt of 12 full pages took {hashed} calls of hash_page: each page's "
+        "digest follows from the one before, so 12 are enough; don't begin again for "
+        "each length"
+    )
+    books._forget_hash(books.tables[0].groups[0][2])
+    found, hashed = count_hashes(lambda: books._cached_prefix([*tokens, 0]))
+    assert len(found) == 2, f"2 pages can be used, and you found {len(found)}"
+    assert hashed <= 4, (
+        "of 12 pages the full layers lack the third: nothing behind it can be used, so "
+        f"stop there; yours has hashed {hashed} pages"
+    )
+
+
+def count_hashes(function):
+    """What ``function`` returns, and how often it calls a `hash_page`."""
+    count, before = 0, sys.getprofile()
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_name == "hash_page"
+
+    sys.setprofile(profile)
+    try:
+        return function(), count
+    finally:
+        sys.setprofile(before)
 
 
 def judge_prefix(books, prompt, tokens, page_hashes, there):
@@ -79,17 +133,18 @@ def judge_prefix(books, prompt, tokens, page_hashes, there):
     same = 0
     while same < min(len(prompt), len(tokens)) and prompt[same] == tokens[same]:
         same += 1
-    best = full_only = 0
+    best, good_of = 0, []
     for pages_of in range(same // size + 1):
-        length, good = pages_of * size, True
+        length = pages_of * size
+        good = []
         for group, window in enumerate(books.windows):
             first = 0 if window is None else max(0, length + 1 - window)
-            good &= all(there[group][p // size] for p in range(first, length))
-        if good and length < len(prompt):
+            good.append(all(there[group][p // size] for p in range(first, length)))
+        good_of.append(good)
+        if all(good) and length < len(prompt):
             best = pages_of
-        if all(there[0][:pages_of]) and length < len(prompt):
-            full_only = pages_of
-    found = list(books._cached_prefix(prompt))
+    found = books._cached_prefix(prompt)
+    is_list(found)
     told = (
         f"pages of {size}, windows {books.windows}, a prompt of {len(prompt)} tokens, "
         "cached "
@@ -98,10 +153,12 @@ def judge_prefix(books, prompt, tokens, page_hashes, there):
     assert len(found) * size < len(prompt), (
         f"{told}: all of the prompt was found; at least one token is left to compute"
     )
-    if len(found) > best and len(found) == full_only:
+    if len(found) > best and len(found) < len(good_of) and good_of[len(found)][0]:
+        lacking = good_of[len(found)].index(False)
         raise AssertionError(
-            f"{told}: you found {len(found)} pages, but the sliding layers lack one "
-            "that the next token looks back on: it would read somebody else's"
+            f"{told}: you found {len(found)} pages, but group {lacking}, of sliding "
+            "layers, lacks one that the next token looks back on: it would read "
+            "somebody else's. Count for every group of self.windows"
         )
     assert len(found) <= best, (
         f"{told}: {best} pages can be used, you found {len(found)}; a page that the "
@@ -144,6 +201,25 @@ def check_PageManager_allocate(PageManager):
     copies_count(PageManager)
     cached_pages_count(PageManager)
     names_after_truncate(PageManager)
+    three_groups(PageManager)
+
+
+def three_groups(PageManager):
+    """Sliding layers may need two groups, as in models with few full layers."""
+    for num_pages in (11, 12):
+        books = manager(PageManager, num_pages, 4, window=8, sliding_groups=2)
+        books.add(0, list(range(9)))
+        assert books.allocate(0, 9), "11 pages can be had, and 3 groups need 3 each"
+        lengths = [len(group) for group in books.tables[0].groups]
+        assert lengths == [3, 3, 3], (
+            "9 tokens need 3 pages of 4 in each of the table's groups, which are 3 "
+            f"here; yours has {lengths}"
+        )
+        books.add(1, [99] * 4)
+        assert tries(books, 1, 4) == (num_pages == 12), (
+            f"{num_pages - 9} pages can be had, and 4 tokens need 1 in each of 3 "
+            "groups: count pages for each of self.windows"
+        )
 
 
 def state(books):

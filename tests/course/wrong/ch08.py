@@ -134,6 +134,7 @@ def grown(
     last=False,
     least=0,
     forget=False,
+    counted=None,
 ):
     """What `allocate` does, with a mistake perhaps."""
     table, size = books.tables[sequence], books.page_size
@@ -147,7 +148,8 @@ def grown(
     if always:
         groups = [pages for pages in table.groups if index < len(pages)]
     shared = [pages for pages in groups if always or books.references[pages[index]] > 1]
-    needed = max(least, count - len(table.groups[0])) * len(books.windows)
+    counted = counted or len(books.windows)
+    needed = max(least, count - len(table.groups[0])) * counted
     if needed + len(shared) * count_copies > books.free_pages:
         return False
     for pages in shared:
@@ -481,3 +483,65 @@ class CountsOneGroup(PageManager):
             while len(group_pages) < count:
                 group_pages.append(self._take())
         return True
+
+
+@wrong("PageManager._cached_prefix", "every group of self.windows")
+class FirstAndLastGroup(PageManager):
+    def _cached_prefix(self, tokens):
+        def needed(group, index, end):
+            return group in (0, len(self.windows) - 1) and in_view(
+                self, group, index, end
+            )
+
+        return prefix(self, tokens, needed)
+
+
+@wrong("PageManager._cached_prefix", "type tuple")
+class ReturnsATuple(PageManager):
+    def _cached_prefix(self, tokens):
+        return tuple(super()._cached_prefix(tokens))
+
+
+@wrong("PageManager._cached_prefix", "don't begin again")
+class HashesEachPrefixAnew(PageManager):
+    def _cached_prefix(self, tokens):
+        found = super()._cached_prefix(tokens)
+        for length in range(1, -(-len(tokens) // self.page_size)):
+            digest, names = b"", []
+            for end in range(
+                self.page_size, length * self.page_size + 1, self.page_size
+            ):
+                digest = hash_page(digest, tokens[end - self.page_size : end])
+                names.append(digest)
+            if names == found:
+                return names
+        return found
+
+
+@wrong("PageManager._cached_prefix", "stop there")
+class HashesBehindAMiss(PageManager):
+    def _cached_prefix(self, tokens):
+        return prefix(self, tokens, lambda *page: in_view(self, *page))
+
+
+@wrong("PageManager.allocate", "each group of this manager")
+class CountsTwoGroups(PageManager):
+    def allocate(self, sequence, length):
+        return grown(self, sequence, length, counted=2)
+
+
+@wrong("PageManager.allocate", "each of self.windows")
+class CountsTwoGroupsAtMost(PageManager):
+    def allocate(self, sequence, length):
+        return grown(self, sequence, length, counted=min(2, len(self.windows)))
+
+
+@wrong("PageManager.allocate", "each of the table's groups")
+class GrowsTwoGroups(PageManager):
+    def allocate(self, sequence, length):
+        table = self.tables[sequence]
+        others = table.groups[2:]
+        del table.groups[2:]
+        done = super().allocate(sequence, length)
+        table.groups += others
+        return done
