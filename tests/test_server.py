@@ -370,7 +370,7 @@ def test_control_tokens_in_a_text_prompt(
     assert found["prompt_token_ids"] == chat
     (output,) = llm.generate(text, parse_special=True, max_tokens=1)
     assert output.prompt_token_ids == chat
-    for wrong in ({"parse_special": "yes"}, {"parse_special": 1}):
+    for wrong in ({"parse_special": "perhaps"}, {"parse_special": 2}):
         assert served.post(COMPLETE, {"prompt": "x", **wrong}).status_code == 400
     with pytest.raises(ValueError, match=r"parse_special .*messages hold no control"):
         llm.chat(HELLO, parse_special=True)

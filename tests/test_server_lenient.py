@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import HELLO
 from openai.types.responses import Response
@@ -1298,6 +1298,7 @@ SOME_MESSAGE = st.fixed_dictionaries(
 
 
 @settings(max_examples=300)
+@example(messages=[{"role": "user", "content": [None]}], options={})
 @given(
     messages=NESTED | st.lists(SOME_MESSAGE | NESTED, max_size=4),
     options=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=4),

@@ -61,7 +61,9 @@ class ChatText(Part):
             return data
         if isinstance(data, str):
             return {"text": data}
-        kind = data.get("type", "text") if isinstance(data, Mapping) else "text"
+        if not isinstance(data, Mapping):
+            return data
+        kind = data.get("type", "text")
         if kind == "refusal":
             return {"text": data.get("refusal")}
         if kind in TEXT_TYPES:
