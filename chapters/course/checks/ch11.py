@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from course.checks.compiled import assert_compiles
-from course.checks.loads import beyond, clashes
+from course.checks.loads import assert_inside, beyond, clashes
 from course.checks.races import race
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,14 +81,6 @@ def assert_kernel(kernel):
     assert hasattr(kernel, "__getitem__"), (
         "this is no kernel, which would be started by kernel[grid](...): decorate it "
         "with @triton.jit"
-    )
-
-
-def assert_inside(told, found):
-    """``found`` is what `beyond` has seen."""
-    assert not found, (
-        told + f"a load reads beyond {' and '.join(found)}. What it finds is never "
-        "stored, but a GPU may end the program there: every load needs its mask"
     )
 
 

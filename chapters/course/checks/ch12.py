@@ -9,7 +9,7 @@ import torch
 import triton
 
 from course.checks.compiled import assert_compiles
-from course.checks.loads import beyond
+from course.checks.loads import assert_inside, beyond
 from course.checks.races import race
 from simplellm.apps.roofline import Machine
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
@@ -51,14 +51,6 @@ class Guarded:
         return bool((edges == self.margin).all())
 
 
-def assert_inside(found):
-    """``found`` is what `beyond` has seen."""
-    assert not found, (
-        f"a load reads beyond {' and '.join(found)}. What it finds is never stored, "
-        "but a GPU may end the program there: every load needs its mask"
-    )
-
-
 def random_ids(tokens, experts, top_k, seed=0):
     """int32 [T, k], expert 1 chosen by nobody, expert 0 by most."""
     odds = torch.rand(tokens, experts, generator=seeded(seed))
@@ -69,13 +61,17 @@ def random_ids(tokens, experts, top_k, seed=0):
 
 def check_sort_small_kernel(candidate):
     """Several programs and chunks, padding, and ties in their order."""
-    experts, top_k, block, bins = 6, 2, 4, 8
-    for tokens, padding, rows, chunk in (
-        (6, 0, 16, 16),
-        (20, 0, 16, 32),
-        (20, 6, 32, 16),
+    experts, block, bins = 6, 4, 8
+    for tokens, padding, top_k, rows, chunk in (
+        (6, 0, 2, 16, 16),
+        (20, 0, 2, 16, 32),
+        (17, 0, 1, 16, 16),  # a last chunk of one pair
+        (20, 0, 2, 32, 16),
+        (20, 6, 2, 32, 16),
     ):
         ids = random_ids(tokens, experts, top_k, tokens)
+        if tokens == 17:
+            ids[0], ids[-1] = 3, 2  # the same id * 16 + i
         n, real = ids.numel(), tokens - padding
         programs = -(-n // rows)
         room = (n + experts * (block - 1)) // block
@@ -92,19 +88,43 @@ def check_sort_small_kernel(candidate):
                 *(bins, block, step, False),
             )
         where = f"{n} pairs, {rows} a program, chunks of {chunk}"
+        if padding:  # without it, such sizes were right
+            where += f", the last {padding * top_k} of them padding"
+            assert pairs.intact, (
+                f"{where}: you store outside of pairs; padding's id is E, also where "
+                "the others are compared with it"
+            )
         for name, part in (("pairs", pairs), ("offsets", offsets), ("blocks", blocks)):
             assert part.intact, (
                 f"{where}: you store outside of {name}; lanes from n on have no pair, "
                 "so mask the store, and don't let them count"
             )
         found = pairs.inside.cpu().tolist()
-        assert -7 not in found, (
-            f"{where}: {found.count(-7)} positions were never stored, so some pairs "
-            "went to the same one: compare (id, i), since ids alone have ties"
-        )
         flat = ids.flatten().tolist()
         key = [flat[i] if i < real * top_k else experts for i in range(n)]
         order = sorted(range(n), key=lambda i: (key[i], i))
+        free = {position for position, pair in enumerate(found) if pair == -7}
+        placed = found[: real * top_k] == order[: real * top_k]
+        assert not free or not padding or not placed, (
+            f"{where}: positions from {real * top_k} on were never stored: padding has "
+            "places, too, after every expert's"
+        )
+        assert not free or not padding, (
+            f"{where}: {len(free)} positions were never stored. Padding's id is E, "
+            "where it's placed and where others are compared with it; its ids in "
+            "memory, or 0, count as an expert's"
+        )
+        last = (n - 1) // chunk * chunk
+        short = {sum((key[j], j) < (key[i], i) for j in range(last)) for i in range(n)}
+        assert free != {*range(n)} - short, (
+            f"{where}: nothing was compared with the pairs from {last} on, the last "
+            "chunk: the loop goes over all n"
+        )
+        assert not free, (
+            f"{where}: {len(free)} positions were never stored, so some pairs went to "
+            "the same one: compare (id, i), since ids alone have ties; in id * n + i, "
+            "a factor below n has some, too"
+        )
         assert sorted(found) == list(range(n)), f"{where}: some pair is missing"
         if padding:
             assert set(found[real * top_k :]) == set(order[real * top_k :]), (
@@ -131,7 +151,7 @@ def check_sort_small_kernel(candidate):
             f"{where}: the blocks are not those of the counts; does every program call "
             "write_blocks with all counts?"
         )
-        assert_inside(outside)
+        assert_inside(f"{where}: ", outside)
 
 
 def packed_weight(experts, rows, columns, seed=0):
@@ -225,6 +245,12 @@ def check_grouped_kernel(candidate):
         f"{int((found == -777).sum())} of {found.numel()} numbers were never stored: "
         "every block's valid positions, and every row below N"
     )
+    near = numbers[chosen[: len(x)]]
+    taken = torch.einsum("pnk,pk->pn", near, x)  # where a position is one of x, too
+    assert not torch.allclose(found[: len(x)], taken, rtol=1e-4, atol=1e-4), (
+        "x is read at the pairs' positions: a position's row of x is its token, "
+        "pairs[position] // TOP_K"
+    )
     assert not found.isnan().any(), (
         "NaN came in from outside of x or the scales: mask what you load"
     )
@@ -233,7 +259,7 @@ def check_grouped_kernel(candidate):
         return torch.allclose(found, other, rtol=1e-4, atol=1e-4)
 
     if close(expected):
-        assert_inside(outside)
+        assert_inside("", outside)
         types = "*fp32 *u8 *u8 *fp32 *i32 *i32 *i32 i32"
         sizes = {"K": columns, "TOP_K": top_k, "BLOCK_N": 16, "BLOCK_T": block}
         assert_compiles(candidate, types, **sizes)

@@ -62,6 +62,12 @@ def check_propose(propose):
         ([1, 2, 3, 4, 5, 1, 2], 3, "[1, 2] stood at the beginning"),
         ([1, 2, 3, 1, 2, 4, 1, 2], 2, "it stood there twice, and the last time counts"),
         ([1, 2, 3, 7, 9, 2, 3, 8, 5, 1, 2, 3], 1, "a longer match comes first"),
+        ([1, 2, 3, 4, 9, 0, 2, 3, 4, 8, 1, 2, 3, 4], 1, "[1, 2, 3, 4] stood there"),
+        (
+            [5, 1, 2, 3, 4, 9, 0, 1, 2, 3, 4, 8, 5, 1, 2, 3, 4],
+            1,
+            f"a match has {LONGEST} tokens at most, and the last time counts",
+        ),
         ([7, 7, 7, 7], 3, "a match may overlap with the end, but isn't the end itself"),
         ([1, 2, 3], 3, "nothing matches"),
         ([3, 1, 4, 1], 3, f"a match has {SHORTEST} tokens at least"),

@@ -46,6 +46,14 @@ def beyond(**guards: tuple[Tensor, Tensor]) -> Iterator[list[str]]:
         del interpreter_builder.create_masked_load
 
 
+def assert_inside(told: str, found: list[str]) -> None:
+    """``found`` is what `beyond` has seen."""
+    assert not found, (
+        told + f"a load reads beyond {' and '.join(found)}. What it finds is never "
+        "stored, but a GPU may end the program there: every load needs its mask"
+    )
+
+
 @contextmanager
 def clashes(tensor: Tensor) -> Iterator[list[int]]:
     """The place of the first number of ``tensor`` that two programs store, if any.

@@ -111,6 +111,73 @@ def counts_its_own_alone(
 
 
 @triton.jit
+def sort_of(
+    ids_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    num_tokens_ptr,
+    n,
+    num_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,  # so many pairs before the end, the loop ends
+    LESS: tl.constexpr,  # by which an id's factor is below n
+    MINE: tl.constexpr,  # "E", or what padding is instead: "0" or "ids"
+    OTHER: tl.constexpr,  # the same
+    PLACED: tl.constexpr,  # whether padding is stored
+):
+    """A right answer, with one thing wrong."""
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    known = n if MINE == "ids" else num_pairs
+    ids = tl.load(ids_ptr + i, i < known, 0 if MINE == "0" else E)
+    mine = ids * (n - LESS) + i
+    count = tl.zeros([BLOCK_E], tl.int32)
+    position = tl.zeros([ROWS], tl.int32)
+    for first in range(0, n - EARLY, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        known = n if OTHER == "ids" else num_pairs
+        other = tl.load(ids_ptr + j, j < known, E)
+        if OTHER == "0":
+            other = tl.where((j >= num_pairs) & (j < n), 0, other)
+        count += tl.histogram(other, BLOCK_E, j < num_pairs)
+        lower = (other * (n - LESS) + j)[None, :] < mine[:, None]
+        position += tl.sum(lower.to(tl.int32), 1)
+    tl.store(pairs_ptr + position, i, i < (n if PLACED else num_pairs))
+    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
+
+
+class Sort:
+    """`sort_of` as a kernel with some mistake."""
+
+    def __init__(self, name, **mistake):
+        self.__name__ = name
+        right = dict(EARLY=0, LESS=0, MINE="E", OTHER="E", PLACED=True)
+        self.options = right | mistake
+
+    def __getitem__(self, grid):
+        return lambda *args: sort_of[grid](*args, **self.options)
+
+
+wrong("sort_small_kernel", "over all n")(Sort("ends_early", EARLY=1))
+wrong("sort_small_kernel", "over all n")(Sort("full_chunks", EARLY=15))
+wrong("sort_small_kernel", "a factor below n")(Sort("a_factor_of_less", LESS=1))
+wrong("sort_small_kernel", "padding has places")(Sort("no_padding", PLACED=False))
+wrong("sort_small_kernel", "Padding's id is E")(Sort("places_of_old_ids", MINE="ids"))
+wrong("sort_small_kernel", "padding's id is E")(Sort("old_ids", OTHER="ids"))
+wrong("sort_small_kernel", "padding's id is E")(Sort("padding_is_0", OTHER="0"))
+wrong("sort_small_kernel", "Padding's id is E")(Sort("place_of_0", MINE="0"))
+wrong("sort_small_kernel", "after every expert's")(Sort("all_0", MINE="0", OTHER="0"))
+
+
+@triton.jit
 def number_of(code):
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     return bits.to(tl.float32, bitcast=True) * 2.0**126
@@ -139,6 +206,8 @@ def product(
     positions = first + tl.arange(0, BLOCK_T)
     valid = positions < tl.load(offsets_ptr + expert + 1)
     tokens = tl.load(pairs_ptr + positions, valid, 0) // TOP_K
+    if MISTAKE == "positions":
+        tokens = positions
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < tl.where(expert < 0, 0, N)
     weight_rows = expert * N + rows
@@ -190,6 +259,7 @@ class Mistaken:
 
 
 for mistake, word in {
+    "positions": "at the pairs' positions",
     "swapped": "the low one is the even column",
     "planes": "the even ones",
     "no scale": "without its scale",

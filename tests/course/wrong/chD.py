@@ -68,6 +68,18 @@ def tries_short_ones_first(tokens, most):
     return proposed(tokens, most, ns, lambda n: range(len(tokens) - 1, n - 1, -1))
 
 
+@wrong("propose", "[1, 2, 3, 4] stood there")
+def stops_before_the_longest(tokens, most):
+    ns = range(LONGEST - 1, SHORTEST - 1, -1)
+    return proposed(tokens, most, ns, lambda n: range(len(tokens) - 1, n - 1, -1))
+
+
+@wrong("propose", "a match has 4 tokens at most")
+def takes_a_longer_one(tokens, most):
+    ns = range(LONGEST + 1, SHORTEST - 1, -1)
+    return proposed(tokens, most, ns, lambda n: range(len(tokens) - 1, n - 1, -1))
+
+
 @wrong("propose", "stood at the beginning")
 def finds_the_end_itself(tokens, most):
     ns = range(LONGEST, SHORTEST - 1, -1)

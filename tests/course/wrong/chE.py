@@ -238,6 +238,44 @@ def stores_without_a_mask(
     tl.store(out_ptr + offsets, total, inside)
 
 
+@wrong("one_shot_kernel", "reads beyond rank 0's buffer and rank 1's buffer")
+@triton.jit
+def loads_without_a_mask(
+    x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < N
+    own = buffer_of(buffers_ptr, rank, x_ptr)
+    tl.store(own + offsets, tl.load(x_ptr + offsets, inside), inside)
+    announce(flags_ptr, rank, call)
+    total = tl.zeros([BLOCK], tl.float32)
+    for other in tl.static_range(RANKS):
+        wait_for(flags_ptr, other, call)
+        theirs = buffer_of(buffers_ptr, other, x_ptr)
+        total += tl.load(theirs + offsets).to(tl.float32)
+    tl.store(out_ptr + offsets, total, inside)
+
+
+@wrong("one_shot_kernel", "reads beyond x")
+@triton.jit
+def loads_its_own_without_a_mask(
+    x_ptr, out_ptr, buffers_ptr, flags_ptr, rank, call, N,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < N
+    own = buffer_of(buffers_ptr, rank, x_ptr)
+    tl.store(own + offsets, tl.load(x_ptr + offsets), inside)
+    announce(flags_ptr, rank, call)
+    total = tl.zeros([BLOCK], tl.float32)
+    for other in tl.static_range(RANKS):
+        wait_for(flags_ptr, other, call)
+        theirs = buffer_of(buffers_ptr, other, x_ptr)
+        total += tl.load(theirs + offsets, inside).to(tl.float32)
+    tl.store(out_ptr + offsets, total, inside)
+
+
 @wrong("one_shot_kernel", "still wait for each other")
 @triton.jit
 def waits_before_it_announces(
@@ -280,6 +318,20 @@ def forgets_nan(values, tokens):
     values = torch.nan_to_num(values, nan=0.5, posinf=torch.inf, neginf=-torch.inf)
     bits = (values + 0.0).view(torch.int32).long()
     return keys_of(torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits), tokens)
+
+
+@wrong("pack_keys", "also one with its sign set")
+def trusts_the_bits_of_nan(values, tokens):
+    bits = (values + 0.0).view(torch.int32).long()
+    return keys_of(torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits), tokens)
+
+
+@wrong("pack_keys", "also one with its sign set")
+def looks_for_nan_above_infinity(values, tokens):
+    bits = (values + 0.0).view(torch.int32).long()
+    nan = bits > 0x7F800000
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return keys_of(torch.where(nan, 0x7FFFFFFF, bits), tokens)
 
 
 @wrong("pack_keys", "keys are int64")
