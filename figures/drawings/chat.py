@@ -167,9 +167,9 @@ def parser() -> Drawing:
     d.prose(
         MARGIN,
         222,
-        "What models get wrong: <|start|> ends what is under way, in a header too, and "
-        "<|channel|> a content; both begin a header. One that ends without <|message|> "
-        "gives its text as content. Anything else that's out of place is ignored.",
+        "What models get wrong: <|start|> anywhere ends what came before it, and so does "
+        "<|channel|> in a content; both begin a header. One that ends without "
+        "<|message|> gives its text as content. Anything else out of place is ignored.",
     )
 
     d.line((MARGIN, 266), (WIDTH - MARGIN, 266), width=0.8)

@@ -149,10 +149,10 @@ def block() -> Drawing:
     d.cells(start, y, bit, 28, list(bits[:4]), colors=roles[:4], size=12.5)
     d.cells(start + 190, y, bit, 28, list(bits[4:]), colors=roles[4:], size=12.5)
     for x, half, element in (
-        (start, "high", 2 * place + 1),
-        (start + 190, "low", 2 * place),
+        (start, "high half, second", 2 * place + 1),
+        (start + 190, "low half, first", 2 * place),
     ):
-        d.note(x + 2 * bit, y + 42, f"{half} half: weight {element}", anchor="middle")
+        d.note(x + 2 * bit, y + 42, f"{half}: weight {element}", anchor="middle")
     for i, (name, color) in enumerate(
         (("sign", VERMILION), ("exponent", SKY), ("mantissa", GREEN))
     ):

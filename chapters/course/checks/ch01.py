@@ -153,6 +153,18 @@ def check_render_message(render_message):
             "is one id, out of `markers(tokenizer)`"
         )
         assert found == expected, f"{reason}; yours is {shown!r} ({found})"
+    # A token that reaches from `to=` into the recipient.
+    ranks = {token: id for id, token in tokenizer.tokens.items()}
+    ranks[b"=functions"] = tokenizer.vocab_size
+    joining = Tokenizer.from_ranks(ranks, r"[\s\S]+", tokenizer.special)
+    text = "<|start|>assistant to=functions.f<|message|>{}<|call|>"
+    found = list(
+        render_message(Message("assistant", "{}", recipient="functions.f"), joining)
+    )
+    assert found == joining.encode(text, special=True), (
+        "in a vocabulary where =functions is one token, ' to=functions.f' has to "
+        "contain it: encode the space, to= and the recipient in one call"
+    )
     for content in (ATTACK, "<|call|>", "<|start|>", "<|end|> "):
         found = list(render_message(Message("user", content), tokenizer))
         number = sum(map(tokenizer.is_special, found))

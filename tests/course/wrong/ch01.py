@@ -100,6 +100,17 @@ def space_alone(message, tokenizer):
     return [*ids[: place - len(old)], *new, *ids[place:]]
 
 
+@wrong("render_message", "in one call")
+def recipient_alone(message, tokenizer):
+    ids = render_message(message, tokenizer)
+    if message.recipient is None:
+        return ids
+    old = tokenizer.encode(f" to={message.recipient}")
+    new = tokenizer.encode(" to=") + tokenizer.encode(message.recipient)
+    place = next(i for i in range(len(ids)) if ids[i : i + len(old)] == old)
+    return [*ids[:place], *new, *ids[place + len(old) :]]
+
+
 @wrong("render_message", "smuggled")
 def any_name(message, tokenizer):
     if message.role == "tool" or message.name is None:
