@@ -153,12 +153,16 @@ def check_choose_scales(candidate):
         f"for float32's largest number the byte is 252; yours is {byte(largest)}"
     )
     blocks = torch.zeros(2, 3, 32)
-    blocks[..., 7] = torch.tensor([[1.0, 2.0, 4.0], [0.1, 100.0, 0.0]])
-    found = candidate(blocks)
+    blocks[..., 7] = torch.tensor([[1.0, -2.0, 4.0], [0.1, 100.0, 0.0]])
+    before, found = blocks.clone(), candidate(blocks)
     expected = [[125, 126, 127], [121, 131, 0]]
     assert found.tolist() == expected, (
         f"each block has its own scale: largest weights {blocks[..., 7].tolist()} make "
         f"the bytes {expected}; yours are {found.tolist()}"
+    )
+    assert torch.equal(blocks, before), (
+        "yours changed the blocks in place: they are a view of the weight that someone "
+        "quantizes; take abs, not abs_"
     )
 
 

@@ -80,6 +80,11 @@ def by_log2(values):
     return (shared + 127).to(torch.uint8)
 
 
+@wrong("choose_scales", "in place")
+def changes_its_blocks(values):
+    return choose_scales(values.abs_())
+
+
 @wrong("choose_scales", "2 - 2 = 0")
 def forgets_the_two(values):
     return exponents(values, emax=0).to(torch.uint8)
