@@ -167,8 +167,8 @@ def parser() -> Drawing:
     d.prose(
         MARGIN,
         222,
-        "What models get wrong: <|start|> anywhere ends what came before it, and so does "
-        "<|channel|> in a content; both begin a header. One that ends without "
+        "What models get wrong: <|start|> anywhere ends what came before it, and so "
+        "does <|channel|> in a content; both begin a header. One that ends without "
         "<|message|> gives its text as content. Anything else out of place is ignored.",
     )
 
