@@ -872,6 +872,15 @@ def test_the_document_is_true(strict: Served) -> None:
             assert strict.post(COMPLETE, body).status_code == 200, name
     assert schema["properties"]["temperature"]["anyOf"][0]["maximum"] == 100
     assert json.dumps(schema["properties"]["best_of"]["enum"]) == "[1, null]"
+    tags = {
+        path: method["tags"][0]
+        for path, methods in document["paths"].items()
+        for method in methods.values()
+    }
+    assert tags["/v1/messages"] == tags["/v1/messages/count_tokens"] == "Anthropic"
+    assert tags["/v1/completions"] == tags["/v1/models"] == "OpenAI"
+    assert tags["/tokenize"] == tags["/detokenize"] == "Tokens"
+    assert tags["/metrics"] == "Operations"
 
 
 def test_keys(served: Served) -> None:

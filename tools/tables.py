@@ -78,16 +78,23 @@ def duration(minutes: int) -> str:
     return f"{hours} h {rest:02}"
 
 
-def total(rows: Sequence[Minutes]) -> Minutes:
+def total(rows: Sequence[Minutes], name: str = "") -> Minutes:
     """The sum of what several chapters take."""
     sums = [sum(column) for column in zip(*(m[1:] for m in rows), strict=True)]
-    return Minutes("all", *sums)
+    return Minutes(name, *sums)
 
 
-def with_sum(rows: list[Minutes]) -> list[Minutes]:
-    """The chapters, their sum, then the appendices."""
+def parts(rows: Sequence[Minutes]) -> list[tuple[str, list[Minutes]]]:
+    """The chapters and the appendices, if there are any, each with its sum's name."""
     numbered = [m for m in rows if m.is_numbered]
-    return [*numbered, total(numbered), *rows[len(numbered) :]]
+    others = [m for m in rows if not m.is_numbered]
+    named = (f"chapters 1 to {len(numbered)}", numbered), ("appendices", others)
+    return [(name, part) for name, part in named if part]
+
+
+def with_sums(rows: Sequence[Minutes]) -> list[Minutes]:
+    """The chapters and their sum, then the appendices and theirs."""
+    return [m for name, part in parts(rows) for m in (*part, total(part, name))]
 
 
 def times(chapters: Iterable[Path]) -> str:
@@ -99,7 +106,7 @@ def times(chapters: Iterable[Path]) -> str:
             duration(m.write),
             f"{m.tasks} in {duration(m.exercises)}",
         )
-        for m in with_sum(minutes(chapters))
+        for m in with_sums(minutes(chapters))
     ]
     return table(("chapter", "to read", "to write", "exercises"), rows)
 
@@ -167,8 +174,9 @@ def sessions(chapters: Iterable[Path]) -> str:
     """How long each chapter takes, and how often a group meets to write it."""
     each = minutes(chapters)
     meetings = {m.link: -(-m.write // SESSION) for m in each}
-    meetings["all"] = sum(meetings[m.link] for m in each if m.is_numbered)
-    rows = [(m.link, *map(duration, m[1:4]), meetings[m.link]) for m in with_sum(each)]
+    for name, part in parts(each):
+        meetings[name] = sum(meetings[m.link] for m in part)
+    rows = [(m.link, *map(duration, m[1:4]), meetings[m.link]) for m in with_sums(each)]
     headers = "chapter", "read", "write", "exercises", f"sessions of {SESSION} minutes"
     return table(headers, rows)
 

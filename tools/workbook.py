@@ -336,22 +336,27 @@ def report(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def effort(blanks: list[Blank]) -> str:
+    """How long it takes to write them all: hours, or minutes of less than two."""
+    minutes = sum(blank.minutes for blank in blanks)
+    hours = round(minutes / 60)
+    return f"{hours} hours" if hours > 1 else f"{minutes} minutes"
+
+
 def outlook(folder: Path, results: list[Result], blanks: list[Blank]) -> str:
     """How much writing is left, and with what to go on; "" if nothing is."""
     verdicts = {result.name: result.verdict for result in results}
     open_ones = [blank for blank in blanks if verdicts[blank.name] != "right"]
     if not open_ones:
         return ""
-    minutes = sum(blank.minutes for blank in open_ones)
-    hours = round(minutes / 60)
-    left = f"{hours} hours" if hours > 1 else f"{minutes} minutes"
+    numbered = [blank for blank in open_ones if blank.chapter[0].isdigit()]
+    others = [blank for blank in open_ones if blank not in numbered]
+    left = f"About {effort(numbered or others)} of writing are left"
+    if numbered and others:
+        left += f", and {effort(others)} more in the appendices"
     missing = [b for b in open_ones if verdicts[b.name] == "missing"] or open_ones
     path = saved(folder, missing[0].chapter, missing) or folder
-    return (
-        f"About {left} of writing are left. "
-        f"Next: {missing[0]} ({missing[0].effort})\n"
-        f"in {shown(path)}"
-    )
+    return f"{left}.\nNext: {missing[0]} ({missing[0].effort})\nin {shown(path)}"
 
 
 def results_of(folder: Path, blanks: list[Blank]) -> Iterator[list[Result]]:

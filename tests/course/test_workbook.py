@@ -207,11 +207,15 @@ def test_a_chapter_runs_with_empty_blanks(
 def test_empty_blanks_are_not_written_yet(empty: Path, run: Callable[..., Run]) -> None:
     done = run("progress", empty)
     assert done.returncode == 1
-    told, left, file = done.stdout.splitlines()[-3:]
+    told, left, following, file = done.stdout.splitlines()[-4:]
     assert told == f"0 of {len(BLANKS)} are yours"
-    hours = round(sum(blank.minutes for blank in BLANKS) / 60)
-    first = f"{BLANKS[0]} ({BLANKS[0].effort})"
-    assert left == f"About {hours} hours of writing are left. Next: {first}"
+    sums = {True: 0, False: 0}  # minutes of chapters and of appendices
+    for blank in BLANKS:
+        sums[blank.chapter[0].isdigit()] += blank.minutes
+    chapters, appendices = (round(sums[kind] / 60) for kind in (True, False))
+    hours = f"About {chapters} hours of writing are left"
+    assert left == f"{hours}, and {appendices} hours more in the appendices."
+    assert following == f"Next: {BLANKS[0]} ({BLANKS[0].effort})"
     assert file.endswith(f"{BLANKS[0].chapter}.md")
 
 
@@ -227,6 +231,12 @@ def test_what_is_left_is_the_first_missing_one(tmp_path: Path) -> None:
     assert f"Next: {three.name} (" in told
     assert f"Next: {two.name} (" in workbook.outlook(tmp_path, results, [one, two])
     assert workbook.outlook(tmp_path, results, [one]) == ""
+    last = BLANKS[-1]
+    results.append(Result(last.name, last.chapter, "missing", ""))
+    told = workbook.outlook(tmp_path, results, [one, last])
+    assert told.startswith(f"About {last.minutes} minutes of writing are left.\n")
+    told = workbook.outlook(tmp_path, results, [three, last])
+    assert f", and {last.minutes} minutes more in the appendices.\n" in told
 
 
 def test_a_chapter_is_judged_once_until_something_changes(

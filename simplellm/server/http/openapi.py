@@ -126,6 +126,15 @@ def or_absent(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [bare, null], **others}
 
 
+def tag_of(endpoint: Endpoint) -> str:
+    """Under which heading the page shows an endpoint."""
+    if endpoint.form is anthropic_form:
+        return "Anthropic"
+    if endpoint.path.startswith("/v1/"):
+        return "OpenAI"
+    return "Tokens" if "tokenize" in endpoint.path else "Operations"
+
+
 def operation_of(endpoint: Endpoint, strict: bool) -> dict[str, Any]:
     """What the document says of one endpoint."""
     name = ERRORS[endpoint.form]
@@ -140,7 +149,11 @@ def operation_of(endpoint: Endpoint, strict: bool) -> dict[str, Any]:
         answers["200"]["content"]["text/event-stream"] = {}
     for status, why in STATUSES.items():
         answers[str(status)] = {"description": why, "content": error}
-    operation: dict[str, Any] = {"summary": endpoint.summary, "responses": answers}
+    operation: dict[str, Any] = {
+        "tags": [tag_of(endpoint)],
+        "summary": endpoint.summary,
+        "responses": answers,
+    }
     if endpoint.body is not None:
         reference = {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}
         content = {"application/json": {"schema": reference}}
