@@ -134,7 +134,8 @@ class Scheduler(RequestQueues):
         busy: set[int] = set()
         budget = self.max_num_batched_tokens
         for decodes in (True, False):
-            index = 0 if len(busy) < len(self.running) else len(busy)  # all decode
+            # If all of them decode, nothing is left for the second round.
+            index = 0 if len(busy) < len(self.running) else len(busy)
             while index < len(self.running) and budget > 0:
                 request = self.running[index]
                 index += 1
