@@ -13,7 +13,12 @@ import triton
 import triton.language as tl
 
 from course.checks.compiled import assert_compiles
-from course.checks.loads import assert_inside, beyond, clashes
+from course.checks.loads import (
+    assert_inside,
+    beyond,
+    clashes,
+    only_program,
+)
 from course.checks.races import race
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -229,6 +234,8 @@ def check_product_kernel(kernel):
         assert_alone(told, "c", twice)
     judge_16_bits(kernel)
     judge_far_rows(kernel)
+    if DEVICE == "cpu":
+        judge_far_loads(kernel)
     tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
     assert_compiles(kernel, "*bf16 *bf16 *fp32 i32 i32 i32", **tiles)
     if DEVICE == "cuda":
@@ -278,6 +285,23 @@ def judge_far_rows(kernel):
         f"with N = {n:,}, row 2 of c begins at {2 * n:,}, which 32 bits can't count: "
         "make m int64 before you multiply it by N, not the product"
     )
+
+
+def judge_far_loads(kernel):
+    """One tile, whose rows of a, or of b, begin beyond 2^32 numbers."""
+    tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
+    far, k = 2**28, 16
+    for name, m, n in (("a", far + 16, 4), ("b", 3, far + 32)):
+        a, b = (far_apart(rows * k, torch.float32).view(rows, k) for rows in (m, n))
+        a[-16:], b[-32:] = normal(16, k, seed=1)[-m:], normal(32, k, seed=2)[-n:]
+        c = far_apart(m * n, torch.float32).view(m, n)
+        with only_program((m - 1) // 16, (n - 1) // 32):
+            kernel[(1, 1)](a, b, c, m, n, k, **tiles)
+        assert is_close(c[-16:, -32:], a[-16:] @ b[-32:].T, 2e-2), (
+            f"with M = {m:,}, N = {n:,} and K = {k}, the last rows of {name} begin at "
+            f"{far * k:,} and behind, which 32 bits can't count: make m and n int64 "
+            "before you multiply them by K"
+        )
 
 
 # Attention

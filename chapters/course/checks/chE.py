@@ -21,7 +21,7 @@ from simplellm.model.sharded_choice import LARGEST_TOKEN
 BLOCK = 32
 LATE = 0.1  # seconds that a rank is behind one that has raised its first flag
 PATIENCE = 1.0  # until it no longer believes that the other raises one
-WAIT = 12.0  # until ranks that wait for each other are ended
+WAIT = 30.0  # until ranks that wait for each other are ended
 
 
 # Weights

@@ -77,7 +77,7 @@ def product_begins_with_a_number(
     TILE_K: tl.constexpr,
 ):
     m = (tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)[:, None]
-    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    n = (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     total = 0
     for start in range(0, K, TILE_K):
         k = start + tl.arange(0, TILE_K)
@@ -422,7 +422,7 @@ def product_of(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     SUM: tl.constexpr,  # the dtype that tiles are added up in, or None for a's
-    WIDE: tl.constexpr,  # what has 64 bits: "rows", "products" or "nothing"
+    WIDE: tl.constexpr,  # what has 64 bits: "rows", "m", "store", "products" or ""
     EARLY: tl.constexpr,  # so many columns before the end, the loop ends
     WRAPPED: tl.constexpr,  # whether rows from M on are the first ones again
 ):
@@ -433,6 +433,8 @@ def product_of(
         m = m % M
     if WIDE == "rows":
         m, n = m.to(tl.int64), n.to(tl.int64)
+    if WIDE == "m":
+        m = m.to(tl.int64)
     dtype = SUM if SUM is not None else a_ptr.dtype.element_ty
     total = tl.zeros([TILE_M, TILE_N], dtype)
     for first in range(0, K - EARLY, TILE_K):
@@ -441,7 +443,7 @@ def product_of(
         a = tl.load(a_ptr + m * K + right, (m < M) & (right < K), 0.0)
         b = tl.load(b_ptr + n * K + down, (n < N) & (down < K), 0.0)
         total += tl.dot(a, b, input_precision="ieee").to(dtype)
-    offsets = m * N
+    offsets = (m.to(tl.int64) if WIDE == "store" else m) * N
     if WIDE == "products":
         offsets = offsets.to(tl.int64)
     tl.store(c_ptr + offsets + n, total, (m < M) & (n < N))
@@ -460,8 +462,10 @@ class Product:
 
 
 wrong("product_kernel", "stays float32")(Product("sums_in_float16", SUM=None))
-wrong("product_kernel", "row 2 of c begins")(Product("narrow", WIDE="nothing"))
+wrong("product_kernel", "row 2 of c begins")(Product("narrow", WIDE=""))
 wrong("product_kernel", "not the product")(Product("widened_late", WIDE="products"))
+wrong("product_kernel", "last rows of a begin")(Product("in_stores", WIDE="store"))
+wrong("product_kernel", "last rows of b begin")(Product("rows_of_a", WIDE="m"))
 wrong("product_kernel", "lacks the last step")(Product("ends_early", EARLY=1))
 wrong("product_kernel", "two programs store")(Product("wraps_around", WRAPPED=True))
 
