@@ -279,7 +279,7 @@ def verdict(
         reason = f"not done after {CHECK_SECONDS} s: it is too slow, or never ends"
         return Wrong(f"{name}: {reason}")
     frames = traceback.extract_tb(error.__traceback__)
-    own = source_files(candidate)
+    own = source_files(written(name, candidate))
     lines = [frame for frame in frames if frame.filename in own]
     if isinstance(error, AssertionError):
         judged = frames[-1].filename in source_files(run)
@@ -293,14 +293,20 @@ def verdict(
     return Wrong(told)
 
 
+def written(name: str, candidate: Any) -> Any:
+    """What a reader wrote for ``name``: a class's method, for "Scheduler.schedule".
+
+    Its other methods are the course's cells, or other blanks.
+    """
+    _, _, member = name.partition(".")
+    return inspect.getattr_static(candidate, member, candidate) if member else candidate
+
+
 def source_files(thing: Any) -> set[str]:
     """The files, or notebook cells, that a function or a class's methods stand in."""
-    members = [thing]
-    if inspect.isclass(thing):
-        members = [m for base in thing.__mro__[:-1] for m in vars(base).values()]
+    members = list(vars(thing).values()) if inspect.isclass(thing) else [thing]
     codes = [getattr(unwrapped(member), "__code__", None) for member in members]
     files = {code.co_filename for code in codes if code is not None}
-    # A reader's class adds methods to the package's, whose lines are not the reader's.
     return {file for file in files if not file.startswith(PACKAGE) and is_source(file)}
 
 

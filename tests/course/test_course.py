@@ -185,6 +185,49 @@ def test_no_time_is_counted_in_which_none_of_a_readers_code_runs() -> None:
         time.sleep(10)
 
 
+CELLS = (
+    """
+class Table:
+    def add(self):
+        self.found().append(1)
+    def room(self):
+        return [][-1]
+""",
+    """
+class Table(Table):
+    def found(self):
+        return ()
+""",
+    """
+class Table(Table):
+    def found(self):
+        return self.room()
+""",
+)
+
+
+def test_a_readers_lines_are_those_of_the_blank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other methods of the class stand in cells of the course or other blanks."""
+    monkeypatch.setattr(checks, "find", lambda name: lambda table: table().add())
+    names: dict = {}
+    told = []
+    for number, cell in enumerate(CELLS):
+        file = tmp_path / f"{number}.py"
+        file.write_text(cell)
+        exec(compile(cell, str(file), "exec"), names)
+        if number > 0:
+            with pytest.raises(course.Wrong) as refused:
+                course.check("Table.found", names["Table"])
+            told.append(str(refused.value))
+    assert told == [
+        "Table.found: AttributeError: 'tuple' object has no attribute 'append'",
+        "Table.found: IndexError: list index out of range\n"
+        "  in your line 4: return self.room()",
+    ]
+
+
 def test_a_loop_without_end_is_ended(
     judge: Callable, check_half: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
