@@ -82,15 +82,15 @@ def check_step_ahead(step_ahead):
         assert launches == list(range(step + 1)), "each call starts one step"
         assert waits == list(range(step)), (
             f"after {step + 1} calls the steps {waits} have been waited for; expected "
-            "all but the last one, which is in the air"
+            "all but the last one, which is in flight"
         )
-        assert len(flights) == 1, f"one step in the air, not {len(flights)}"
+        assert len(flights) == 1, f"one step is in flight, not {len(flights)}"
     assert runner.log[3:] == [("launch", 2), ("wait", 1)], (
         "the next step is launched before the host waits for the one before; "
         f"yours: {runner.log}"
     )
     assert requests[0].tokens[3:] == [7, 7, -1], (
-        "two steps have landed and one is in the air: two tokens and a placeholder, "
+        "two steps were collected and one is in flight: two tokens and a placeholder, "
         "which `update_after_launch` puts there; "
         f"the request has {requests[0].tokens[3:]}"
     )
@@ -99,8 +99,8 @@ def check_step_ahead(step_ahead):
             break
         step_ahead(scheduler, runner, flights)
     assert not scheduler.requests and not flights, (
-        "nothing is left to schedule, and the last step is still in the air: land it, "
-        "and launch nothing"
+        "nothing is left to schedule, and the last step is still in flight: collect "
+        "it, and launch nothing"
     )
     assert [request.tokens[request.num_prompt :] for request in requests] == [
         [7] * 4,

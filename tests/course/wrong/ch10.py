@@ -18,7 +18,7 @@ def books_before_it_launches(scheduler, runner, flights):
         scheduler.update_from_output(before, flight().tokens)
 
 
-@wrong("step_ahead", "in the air")
+@wrong("step_ahead", "in flight")
 def waits_at_once(scheduler, runner, flights):
     scheduled = scheduler.schedule()
     flight = runner.launch(scheduled)
