@@ -187,12 +187,12 @@ def check_visible(visible):
             for key, seen in row.items():
                 near = window is None or query - key < window
                 assert seen or key > query or not near, (
-                    f"{told}: it doesn't see {key}, {query - key} before it; the "
-                    "window counts the query itself"
+                    f"{told}: it doesn't see position {key}, which is {query - key} "
+                    "before it; the window counts the query itself"
                 )
                 assert near or not seen, (
-                    f"{told}: it sees {key}, {query - key} before it, and the window "
-                    "counts the query itself"
+                    f"{told}: it sees position {key}, which is {query - key} before "
+                    "it; the window counts the query itself"
                 )
     many = torch.arange(300)
     few_lines(lambda: visible(many, many, 128))
@@ -312,7 +312,7 @@ def judge_precision(masked_attention):
     same = (found == best).float().mean().item()
     assert same > 0.95, (
         "for bfloat16 scores, softmax and sums are float32, and only the result is "
-        f"rounded: {same:.0%} of your numbers are the nearest there are"
+        f"rounded: only {same:.0%} of your numbers equal the exact result, rounded once"
     )
     mixed = masked_attention(
         q, k.float(), v.float(), place <= place[:, None], None, 0.2

@@ -268,6 +268,10 @@ def check_Model_forward(candidate):
                 "knows how to put them together: hand each update to the next add_norm "
                 f"as it is, and add nothing yourself ({error})"
             )
+            assert "shapes cannot be multiplied" not in str(error), (
+                "attend returns [T, H, D], and project wants the heads joined, "
+                f"[T, H * D] ({error})"
+            )
             raise
         needed = "embed add_norm project rope_and_cache attend experts dense"
         missing = [name for name in needed.split() if name not in table.called]

@@ -30,7 +30,10 @@ class Pass(Model):
         where = batch.positions, keys, values, group.slots
         q = self.ops.rope_and_cache(qkv, attn, *where)
         out = self.ops.attend(q, keys, values, group, attn.sinks)
-        return self.ops.project(out.flatten(1), attn.o, attn.o_bias)
+        return self.ops.project(self.joined(out), attn.o, attn.o_bias)
+
+    def joined(self, out):
+        return out.flatten(1)
 
     def run(self, batch, pool, previous, group=None, biased=False, feed=None):
         """The stream, and the update that is still to be added."""
@@ -54,6 +57,15 @@ class NoFinalNorm(Pass):
     def forward(self, batch, pool, previous):
         x, update = self.run(batch, pool, previous)
         return x + update
+
+
+@wrong("Model.forward", "heads joined")
+class HeadsApart(Pass):
+    def forward(self, batch, pool, previous):
+        return self.finish(*self.run(batch, pool, previous))
+
+    def joined(self, out):
+        return out
 
 
 @wrong("Model.forward", "got lost")
