@@ -180,7 +180,7 @@ def reach(figures: Path) -> str:
         f"GPU's memory and arithmetic allow. On one H200 it's {one.ours:,.0f} and "
         f"{many.ours:,.0f}, {one.share('ours'):.0f} % and {many.share('ours'):.0f} %, "
         f"and {one.ours / one.vllm:.1f} and {many.ours / many.vllm:.1f} times what "
-        f"vLLM {theirs}, the best-known open engine, writes there "
+        f"vLLM {theirs} writes there, in shorter answers "
         f"(recorded {' and '.join(dates)})."
     )
     return fill(text, 88, break_on_hyphens=False)
