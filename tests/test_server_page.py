@@ -392,7 +392,7 @@ def test_the_live_view_moves(chromium: Browser, served: Served) -> None:
         )
         assert rows[0] == ["A", "running", "Who am I?"]
         for name, row in zip("BC", rows[1:], strict=True):
-            assert row[:2] == [name, "ended"] and "tokens in" in row[2]
+            assert row[:2] == [name, "finished"] and "tokens in" in row[2]
         held = "document.querySelectorAll('.leaf[title*=\"held by A\"]').length"
         before = chromium.evaluate(held)
         assert before > 0
@@ -402,8 +402,11 @@ def test_the_live_view_moves(chromium: Browser, served: Served) -> None:
         chromium.wait(f"{said} !== {json.dumps(before)}")
         chromium.press("Escape")
         chromium.wait("document.querySelectorAll('#engine li.running').length === 0")
-    chromium.wait(f"{LINE}.startsWith('Nothing runs')")
-    assert "ended: stopped" in chromium.evaluate("view.textContent")
+    chromium.wait(f"{LINE}.startsWith('Idle. The pages are those')")
+    told = chromium.evaluate("view.textContent")
+    assert "stopped" in told and "tokens a second, last" in told
+    assert chromium.evaluate(held) > 0  # as it was, until somebody asks again
+    assert chromium.evaluate("document.querySelector('.pool.past') !== null")
     assert chromium.errors == []
 
 
@@ -425,8 +428,8 @@ def test_pages_that_are_shared_have_the_letters_of_both(
             "document.querySelector('.pool').getAttribute('aria-label')"
         )
     assert re.match(rf"\d+ of {PAGES} pages held, [1-9]\d* of them by several", words)
-    # What is kept for others is a number: nobody's pages aren't drawn.
-    chromium.wait("!document.querySelector('.pool .leaf')")
+    # What is kept for others is a number; the pages seen are those that were held.
+    chromium.wait("document.querySelector('.pool.past .leaf')")
     kept = "[...document.querySelectorAll('#engine dt')].find((e) => "
     kept += "e.textContent === 'pages kept').nextSibling.textContent"
     assert int(chromium.evaluate(kept)) > 0

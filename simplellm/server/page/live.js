@@ -68,12 +68,14 @@ class Rows {
     const ids = [...this.known.keys()].sort((one, other) => one - other);
     return ids.map((id) => {
       const { place, kind, now, turn } = this.known.get(id);
-      const ended = turn?.finish ? `ended: ${turn.finish}` : "ended";
+      const finish = turn?.finish;
+      const ended = finish === "stopped" ? finish : "finished";
+      const reason = finish && finish !== ended ? ` (${finish})` : "";
       return {
         number: place,
         kind,
         now,
-        fate: kind === "ended" ? ended : kind,
+        fate: kind === "ended" ? ended + reason : kind,
         found: turn?.usage?.prompt_tokens_details.cached_tokens ?? 0,
         asked: turn ? turn.question : `${now.prompt} tokens in, ${now.output} out`,
         said: turn?.said ?? "",
@@ -102,9 +104,11 @@ function drafting({ drafts, accepted }) {
   ];
 }
 
-/** Who runs and who waits, in words. */
-function summary({ totals }, rows) {
-  if (!totals.running && !totals.waiting) return "Nothing runs: the engine waits.";
+/** Who runs and who waits, in words; `past`: whether pages are seen that were held. */
+function summary({ totals }, rows, past) {
+  if (!totals.running && !totals.waiting) {
+    return past ? "Idle. The pages are those that were held last." : "Idle.";
+  }
   const names = (kind) => {
     const there = rows.filter((row) => row.kind === kind).map((row) => letter(row.number));
     return there.length ? `${totals[kind]} ${kind}: ${there.join(", ")}.` : "";
@@ -123,7 +127,8 @@ export function watch(el, panel) {
   line.setAttribute("aria-live", "off"); // nobody can listen so fast
   const rows = new Rows();
   let latest = null;
-  let perSecond = 0;
+  let perSecond = 0; // now or, if nothing runs, when something did last
+  let lately = []; // the pages that were held last
   let turn = null;
   let connection = null; // what ends it
 
@@ -132,13 +137,17 @@ export function watch(el, panel) {
     const requests = rows.list;
     const tokens = requests.map(({ now }) => now.prompt + now.output);
     const held = `${number(totals.held)} of ${number(pages.num_pages)}`;
-    line.textContent = summary(latest, requests);
+    const seen = owners({ ...pages, tables: rows.lettered(pages.tables) })
+      .filter((page) => page.owners.length)
+      .slice(0, MOST);
+    if (seen.length) lately = seen;
+    const past = !seen.length && lately.length > 0;
+    line.textContent = summary(latest, requests, past);
     view.draw({
       requests,
       longest: Math.max(SHORTEST, ...tokens),
-      pages: owners({ ...pages, tables: rows.lettered(pages.tables) })
-        .filter((page) => page.owners.length)
-        .slice(0, MOST),
+      pages: lately,
+      past,
       pageSize: pages.page_size,
       words:
         `${held} pages held, ${number(totals.shared)} of them by several requests; ` +
@@ -146,13 +155,29 @@ export function watch(el, panel) {
       facts: [
         ["running", number(totals.running)],
         ["waiting", number(totals.waiting)],
-        ["tokens a second", number(Math.round(perSecond))],
+        [
+          totals.running ? "tokens a second" : "tokens a second, last",
+          number(Math.round(perSecond)),
+          `Over ${SPAN / 1000} seconds`,
+        ],
         ["tokens written", number(totals.tokens)],
-        ["pages held", held],
-        ["pages shared", number(totals.shared)],
-        ["pages kept", number(totals.kept)],
-        ["found in the cache", number(totals.found)],
-        ["preemptions", number(totals.preemptions)],
+        ["pages held", held, "Pages of the cache that requests hold now"],
+        ["pages shared", number(totals.shared), "Held by several requests at once"],
+        [
+          "pages kept",
+          number(totals.kept),
+          "Held by nobody, and kept for prompts that begin the same way",
+        ],
+        [
+          "prompt tokens found in the cache",
+          number(totals.found),
+          "Tokens of prompts that didn't have to be computed again",
+        ],
+        [
+          "preemptions",
+          number(totals.preemptions),
+          "How often a request gave its pages to others and had to wait",
+        ],
         ...drafting(totals),
       ],
     });
@@ -163,7 +188,8 @@ export function watch(el, panel) {
       try {
         for await (const told of events(await ask("live", { signal }))) {
           latest = told;
-          perSecond = speed.take(performance.now(), told.totals.tokens);
+          const speedNow = speed.take(performance.now(), told.totals.tokens);
+          if (told.totals.running) perSecond = speedNow;
           rows.take(told, turn);
           draw();
         }

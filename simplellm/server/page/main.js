@@ -44,7 +44,7 @@ async function open() {
   complain("");
   door.hidden = true;
   main.hidden = false;
-  model.textContent = models.data[0].id;
+  model.textContent = `model: ${models.data[0].id}`;
   if (!begun) {
     begun = true;
     panel.open = !narrow();

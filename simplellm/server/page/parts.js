@@ -22,7 +22,7 @@ function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     // Not as an attribute, which the policy of the server's page would refuse.
-    else if (name === "style") element.style.cssText = value;
+    else if (name === "style") element.style.cssText = value || "";
     else if (value !== false) element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children);
@@ -110,7 +110,7 @@ export function bytes(count) {
 export function frame(el, name, model, controls, ...parts) {
   const alt = model.get("alt");
   const line = h("p", { class: "line", "aria-live": "polite" });
-  const words = h("details", {}, h("summary", {}, "The same in words"), h("p", {}, alt));
+  const words = h("details", {}, h("summary", {}, "As text"), h("p", {}, alt));
   const attributes = {
     class: `simplellm-widget ${name}`,
     role: "group",

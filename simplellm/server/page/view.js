@@ -99,7 +99,8 @@ function leaf({ page, owners, kept, group, index }, pageSize) {
  *   (its entry in a snapshot, if it ever was in one), found (prompt tokens that the cache
  *   had), asked and said (texts), and `longest`, the tokens of a full bar;
  * - `pages` as `owners` finds them, all or some, and `pageSize`;
- * - `words` that say what the pages show, and `facts`, pairs of a name and a value.
+ * - `words` that say what the pages show, and `past`, whether that is over;
+ * - `facts`: of each a name, a value and, if there is more to say, a sentence.
  *
  * `heldOnly`: pages that nobody holds aren't drawn, and the legend doesn't explain them.
  */
@@ -107,28 +108,29 @@ export function picture({ heldOnly = false } = {}) {
   const rows = h("ol", { class: "requests" });
   const grid = h("div", { class: "pool", role: "img" });
   const list = h("dl", { class: "facts" });
+  const sign = (text, kind, fill) => {
+    const style = fill ? `--fill: ${fill}` : false;
+    return h("span", { class: "sign" }, h("i", { class: `leaf ${kind}`, style }), text);
+  };
   const legend = h(
     "p",
     { class: "legend" },
-    h("span", { class: "leaf", style: `--fill: ${color(4)}` }, "full layers"),
-    h("span", { class: "leaf sliding", style: `--fill: ${color(4)}` }, "sliding layers"),
-    h("span", { class: "leaf", style: `--fill: ${stripes([4, 5])}` }, "shared"),
-    ...(heldOnly
-      ? []
-      : [
-          h("span", { class: "leaf kept" }, "kept to be found"),
-          h("span", { class: "leaf" }, "empty"),
-        ]),
+    sign("full layers", "", color(4)),
+    sign("sliding layers", "sliding", color(4)),
+    sign("shared", "", stripes([4, 5])),
+    ...(heldOnly ? [] : [sign("kept to be found", "kept"), sign("empty", "")]),
   );
   const side = h("div", { class: "side" }, grid, legend, list);
-  const fact = ([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, `${value}`));
+  const fact = ([name, value, title = false]) =>
+    h("div", { title }, h("dt", {}, name), h("dd", {}, `${value}`));
   return {
     element: h("div", { class: "halves" }, rows, side),
-    draw({ requests, longest, pages, pageSize, words, facts }) {
+    draw({ requests, longest, pages, pageSize, words, past = false, facts }) {
       rows.replaceChildren(...requests.map((request) => row(request, longest)));
       for (const said of rows.querySelectorAll(".said")) said.scrollTop = said.scrollHeight;
       grid.replaceChildren(...pages.map((page) => leaf(page, pageSize)));
       grid.setAttribute("aria-label", words);
+      grid.classList.toggle("past", past);
       list.replaceChildren(...facts.map(fact));
     },
   };
