@@ -24,9 +24,11 @@ SESSION = 90  # minutes that a group writes at a time
 EXERCISE = re.compile(r"^\*Difficulty: \w+\. (\d+) minutes\.\*$", re.MULTILINE)
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table, its first column to the left and all others to the right."""
-    lines = [headers, ["---"] + ["--:"] * (len(headers) - 1), *rows]
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[object]], words: int = 1
+) -> str:
+    """A Markdown table, its first columns of ``words`` to the left, others right."""
+    lines = [headers, ["---"] * words + ["--:"] * (len(headers) - words), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
@@ -311,7 +313,8 @@ def families(figures: Path) -> str:
             speed_of(name, figures),
         )
 
-    filled = table(FAMILY_HEADERS, [row(*item) for item in record["families"].items()])
+    rows = [row(*item) for item in record["families"].items()]
+    filled = table(FAMILY_HEADERS, rows, words=4)
     said = record["versions"]
     below = (
         f"Recorded {record['date']} with transformers {said['transformers']} and torch "
@@ -382,7 +385,7 @@ def clients(figures: Path) -> str:
         (row["client"], ", ".join(row["packages"]), " ".join(row["paths"]))
         for row in record["rows"]
     ]
-    filled = table(("client", "packages", "endpoints"), rows)
+    filled = table(("client", "packages", "endpoints"), rows, words=3)
     return f"{filled}\n\nRecorded {record['date']} with `{record['command']}`."
 
 
