@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from importlib.machinery import PathFinder
@@ -263,6 +264,7 @@ def test_the_command_writes_numbers_and_a_plot(known_machine, capsys, tmp_path):
     assert cli.main(options) == 0
     out = capsys.readouterr().out
     assert out.startswith("embedded, checkpoint weights, ")
+    assert re.search(r"^memory: weights \d+\.\d MB, cache ", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= 80
     found = json.loads(json_file.read_text())
     assert found["command"].startswith("simplellm bench --batch 1 --input-len 8")

@@ -107,10 +107,15 @@ def write_json(report: Mapping[str, Any], path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def in_bytes(count: int) -> str:
+    """A size as people say it: in MB below a GB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
 def show(record: Mapping[str, Any], console: Console) -> None:
     """Print what was measured of an engine and on what, at most 80 columns wide."""
     machine, memory = record["machine"], record["memory"]
-    sizes = [f"{name} {size / 1e9:.1f}" for name, size in memory.items() if size]
+    sizes = [f"{name} {in_bytes(size)}" for name, size in memory.items() if size]
     lines = (
         f"{record['model']}, {record['weights']} weights, {record['date']}",
         f"{record['device']['name']}: {record['backend']}",
@@ -118,7 +123,7 @@ def show(record: Mapping[str, Any], console: Console) -> None:
         f"{machine['flops_per_second'] / 1e12:,.2f} TFLOP/s",
         f"weights loaded in {record['load_seconds']:.1f} s, engine ready in "
         f"{record['engine_seconds']:.1f} s more",
-        f"GB of memory: {', '.join(sizes)}",
+        f"memory: {', '.join(sizes)}",
     )
     for line in lines:
         console.out(line, highlight=False)
