@@ -158,7 +158,7 @@ def ask(chromium: Browser, question: str) -> None:
 
 def test_a_question_is_answered(chromium: Browser, served: Served) -> None:
     opened(chromium, served)
-    assert chromium.evaluate("model.textContent") == served.service.names[0]
+    assert chromium.evaluate("model.textContent") == f"model: {served.service.names[0]}"
     with saying(served.service.llm, ANSWER.format("132")):
         ask(chromium, "What is 47 + 85?")
         chromium.wait(NOTE)
