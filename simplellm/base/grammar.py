@@ -128,7 +128,7 @@ class GrammarState:
             if matcher.is_error():
                 return []
             if matcher.is_stopped() or matcher.is_accepting():
-                return tokens if len(tokens) <= most else []
+                return tokens
             if not self.closers.control.isdisjoint(tokens):
                 return []
             new = matcher.compute_ff_tokens()

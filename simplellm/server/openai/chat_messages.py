@@ -225,11 +225,7 @@ def in_function(call: Any) -> Any:
     """A call of any kind of tool as a function call."""
     if not isinstance(call, Mapping):
         return call
-    inner = (
-        flatten_tool(call)
-        if "type" in call
-        else flatten_tool({"type": "function", **call})
-    )
+    inner = flatten_tool({"type": "function", **call})
     name = inner.get("name")
     if not isinstance(name, str):
         return call
