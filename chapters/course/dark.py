@@ -26,6 +26,8 @@ def dark(color: str) -> str:
     turned = 0.98 - 0.86 * lightness
     kept = min(max(lightness, 0.45), 0.62)
     mixed = strong * kept + (1 - strong) * turned
+    if chroma > 0.25 and 0.5 < lightness < 0.7 and not strong:
+        mixed = kept  # a middle tone would become too dark to be read
     return "#" + "".join(
         f"{round(255 * part):02x}"
         for part in colorsys.hls_to_rgb(hue, mixed, saturation * (1 - 0.2 * strong))

@@ -41,7 +41,7 @@ def dimensions(config: ModelConfig, total: int, active: int) -> dict[str, str]:
         "heads": f"{config.num_attention_heads} for queries, "
         f"{config.num_key_value_heads} for keys and values, of {config.head_dim} each",
         "experts" if config.num_local_experts else "feed-forward": wide,
-        "vocabulary": f"{config.vocab_size:,} tokens",
+        "vocabulary": f"{config.vocab_size:,} ids",
         "context": f"{config.max_position_embeddings:,} tokens",
     }
 

@@ -374,6 +374,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize(
     ("text", "ground"),
     [("#1f2933", "#ffffff"), ("#52606d", "#f5f7f9"), ("#1f2933", "#dbebf4")]
+    + [(color, "#ffffff") for color in course.COLORS]
     + [("#ffffff", color) for color in course.COLORS[:3]],
 )
 def test_what_can_be_read_on_a_light_page_can_be_on_a_dark_one(
