@@ -330,7 +330,7 @@ def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, b
     config = EngineConfig(cache_bytes=need + 100_000)  # less than a page goes unused
     row = bench.measure(plan, LLM, device="cpu", config=config)["decode"][0]
     assert math.isfinite(row["step_ms"])
-    with pytest.raises(ValueError, match="for which the cache has room"):
+    with pytest.raises(ValueError, match="GB, which the cache has"):
         bench.measure(
             plan, LLM, device="cpu", config=EngineConfig(cache_bytes=need // 2)
         )
@@ -348,7 +348,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(
 
 
 def test_a_step_that_is_preempted_is_no_measurement(monkeypatch):
-    """Should the room for pages have been reckoned wrong."""
+    """Should the memory for pages have been reckoned wrong."""
     monkeypatch.setattr(bench, "check_cache", lambda *arguments: None)
     config = EngineConfig(num_pages=40)
     plan = Plan(batches=(16,), input_len=8, output_len=60)

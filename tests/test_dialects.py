@@ -32,7 +32,7 @@ from simplellm.api.outputs import is_reasoning
 from simplellm.base.config import ConfigError
 from simplellm.base.files import FolderFiles
 from simplellm.text.detokenizer import StreamDecoder
-from simplellm.text.dialects.dialect import Dialect, open_text
+from simplellm.text.dialects.dialect import Dialect, load_tokenizer_and_dialect
 from simplellm.text.dialects.sandbox import (
     compile_template,
     parse_template,
@@ -273,13 +273,15 @@ def test_a_tokenizer_may_know_more_tokens_than_its_model(tmp_path: Path) -> None
     config["added_tokens"] += [image, more]
     file.write_text(json.dumps(config))
     gemma = replace(TINY, model_type="gemma3_text", vocab_size=rows)
-    tokenizer, dialect = open_text(FolderFiles(tmp_path), gemma)
+    tokenizer, dialect = load_tokenizer_and_dialect(FolderFiles(tmp_path), gemma)
     assert tokenizer is not None and tokenizer.vocab_size == rows
     user = {"role": "user", "content": "<image_soft_token><svg>"}
     ids = render(dialect, tokenizer, [user], [])
     assert max(ids) < rows and user["content"] in tokenizer.decode(ids)
     with pytest.raises(ConfigError, match=r"has \d+ token ids; expected at most"):
-        open_text(FolderFiles(tmp_path), replace(gemma, vocab_size=300))
+        load_tokenizer_and_dialect(
+            FolderFiles(tmp_path), replace(gemma, vocab_size=300)
+        )
 
 
 def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:

@@ -158,7 +158,7 @@ MISTAKES = {
         "dropped": Mutation(attention.visible, "window is not None", "False"),
     },
     "Mixtral": {
-        "shares among all experts": Mutation(
+        "weights among all experts": Mutation(
             feed_forward.route, "top_logits.softmax(dim=-1)", GATHER
         ),
         "gate and up swapped": Mutation(
@@ -170,15 +170,15 @@ MISTAKES = {
     },
     "Qwen3-MoE": {
         "norm_topk_prob ignored": Mutation(
-            family_rules.routed, RULE, "route_among_all"
+            family_rules.select_experts, RULE, "route_among_all"
         ),
     },
     "Qwen3-MoE unnormed": {
-        "softmax after top-k": Mutation(family_rules.routed, RULE, "route"),
+        "softmax after top-k": Mutation(family_rules.select_experts, RULE, "route"),
         "norm_topk_prob taken for true": Mutation(
             ROUTE,
-            "expert_ids, top_shares",
-            "expert_ids, top_shares / top_shares.sum(-1, True)",
+            "expert_ids, top_probs",
+            "expert_ids, top_probs / top_probs.sum(-1, True)",
         ),
     },
     "Gemma3": {
@@ -249,7 +249,7 @@ MISTAKES = {
         ),
         "RoPE as well": Mutation(ROPE, "config.learned_positions", "False"),
         "GELU without tanh": Mutation(
-            family_rules.activated,
+            family_rules.apply_activation,
             "ACTIVATIONS[mlp.activation](first)",
             "0.5 * first * (1 + (first / 2**0.5).erf())",
         ),

@@ -454,7 +454,8 @@ def large(
     folder, tokenizer = many
     text = tokenizer, HARMONY
     monkeypatch.setattr(
-        "simplellm.api.input_processor.open_text", lambda folder, config: text
+        "simplellm.api.input_processor.load_tokenizer_and_dialect",
+        lambda folder, config: text,
     )
     with LLM(folder, device="cpu") as llm:
         yield llm

@@ -159,7 +159,7 @@ def plain_product(
     weight = mlp.gate_up if scores is None else mlp.down
     weight = weight.float() if isinstance(weight, torch.Tensor) else weight
     y = feed_forward.linear(x.float(), weight[expert])
-    return (family_rules.activated(y, mlp) if scores is None else y * scores).to(
+    return (family_rules.apply_activation(y, mlp) if scores is None else y * scores).to(
         x.dtype
     )
 

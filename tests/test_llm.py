@@ -996,7 +996,7 @@ def test_a_share_of_the_gpus_memory_is_what_is_left_of_it(
     page = memory.page_bytes(CONFIG, 64, 2)
     assert 0 <= 50_000_000 - bytes_of(gpu_memory_utilization=0.9) < page
     assert 0 <= 51_000_000 - bytes_of() < page
-    with pytest.raises(ValueError, match="the room for pages"):
+    with pytest.raises(ValueError, match="the memory for pages"):
         bytes_of(gpu_memory_utilization=0.3)
 
 

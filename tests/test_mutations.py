@@ -70,8 +70,8 @@ MUTATIONS = {
     "router's bias dropped": Mutation(feed_forward.route, "weight, bias)", "weight)"),
     "down's bias not weighted": Mutation(
         ops.experts,
-        "y * shares.flatten()[pair_ids, None]",
-        "(y - second_bias) * shares.flatten()[pair_ids, None] + second_bias",
+        "y * weights.flatten()[pair_ids, None]",
+        "(y - second_bias) * weights.flatten()[pair_ids, None] + second_bias",
     ),
     "biases of q, k and v dropped": Mutation(
         ops.rope_and_cache, "x + attn.qkv_bias.float()", "x"
@@ -184,8 +184,8 @@ NUMPY_MUTATIONS = {
     "the worst experts": Mutation(
         ops_numpy.experts, "argsort(-logits", "argsort(logits"
     ),
-    "shares not normed": Mutation(
-        ops_numpy.experts, "shares /= shares.sum(axis=1, keepdims=True)", "pass"
+    "weights not normed": Mutation(
+        ops_numpy.experts, "weights /= weights.sum(axis=1, keepdims=True)", "pass"
     ),
     "rows of another expert": Mutation(
         ops_numpy.experts,

@@ -36,7 +36,7 @@ from simplellm import LLM
 from simplellm.checkpoint.folder import open_config, path_of, small_files
 from simplellm.checkpoint.gguf.container import open_container
 from simplellm.checkpoint.int4 import has_int4_product
-from simplellm.text.dialects.dialect import open_text
+from simplellm.text.dialects.dialect import load_tokenizer_and_dialect
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("quiet_transformers")]
 
@@ -169,7 +169,7 @@ def test_ids_are_those_that_transformers_gives(name: str, tmp_path: Path) -> Non
     if model is None:
         pytest.skip(f"{name} is not installed: tools/record_real.py --install")
     files = small_files(model.file)
-    tokenizer, _ = open_text(files, open_config(model.file, False))
+    tokenizer, _ = load_tokenizer_and_dialect(files, open_config(model.file, False))
     assert tokenizer is not None
     for text, ids in zip(TEXTS, IDS[name], strict=True):
         assert tokenizer.encode(text) == ids

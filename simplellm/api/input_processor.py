@@ -46,7 +46,7 @@ from simplellm.checkpoint.folder import (
 )
 from simplellm.engine.client import EngineClient
 from simplellm.sampling.allowed_tokens import AllowedTokens, bad_sequences
-from simplellm.text.dialects.dialect import HARMONY, Dialect, open_text
+from simplellm.text.dialects.dialect import HARMONY, Dialect, load_tokenizer_and_dialect
 from simplellm.text.harmony import Message, Tool, from_openai
 from simplellm.text.harmony.schema import as_tools
 from simplellm.text.parser import TurnParser
@@ -84,7 +84,7 @@ class InputProcessor:
     def open(cls, path: Path, config: ModelConfig) -> "InputProcessor":
         """The processor of the checkpoint at ``path``, with the model's own limits."""
         files = small_files(path)
-        tokenizer, dialect = open_text(files, config)
+        tokenizer, dialect = load_tokenizer_and_dialect(files, config)
         params, listed = read_generation_config(files, config.vocab_size)
         ends = turn_ends(config, tokenizer, listed, dialect.ends)
         limit = config.max_position_embeddings
@@ -277,11 +277,13 @@ class InputProcessor:
             expected = "False where the text has to fit something: it ends then"
             expect(not params.ignore_eos, "ignore_eos", True, expected)
             grammar = self.grammars.compile_constraint(constraint)
-        room, most_tokens = limit - len(ids), params.max_tokens
+        available, most_tokens = limit - len(ids), params.max_tokens
         spec = RequestSpec(
             tokens=ids,
             text=prompt if isinstance(prompt, str) else None,
-            max_tokens=room if most_tokens is None else min(most_tokens, room),
+            max_tokens=available
+            if most_tokens is None
+            else min(most_tokens, available),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
             bad_sequences=bad,

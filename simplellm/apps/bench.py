@@ -166,7 +166,7 @@ def cache_bytes(
 
 
 def engine_config(cases: Sequence[Case], base: EngineConfig) -> EngineConfig:
-    """``base``, resolved, with room for as many and as long requests as in a case."""
+    """``base``, resolved, for as many and as long requests as there are in a case."""
     most = max(case.batch for case in cases)
     return replace(
         base,
@@ -320,15 +320,15 @@ def prefill_row(
 
 
 def check_cache(
-    room: int, roofline: Roofline, config: EngineConfig, cases: Sequence[Case]
+    capacity: int, roofline: Roofline, config: EngineConfig, cases: Sequence[Case]
 ) -> None:
-    """Raise ValueError for a case that could run out of a ``room`` of bytes."""
+    """Raise ValueError for a case that may need more than ``capacity`` bytes."""
     for case in cases:
         need = cache_bytes(roofline.model, config, roofline.itemsize, case)
-        if need > room:
+        if need > capacity:
             raise ValueError(
                 f"{case.name} tokens may need {need / 1e9:.2f} GB for keys and values; "
-                f"expected at most {room / 1e9:.2f} GB, for which the cache has room"
+                f"expected at most {capacity / 1e9:.2f} GB, which the cache has"
             )
 
 
@@ -380,8 +380,8 @@ def measure(
     options: dict[str, Any] = {"random_weights": random_weights, "seed": seed}
     with start(model, config, device=target, **options) as llm:
         seconds = time.perf_counter() - began
-        room = llm.engine.runner.pool.memory.nbytes
-        check_cache(room, roofline, config, cases)
+        capacity = llm.engine.runner.pool.memory.nbytes
+        check_cache(capacity, roofline, config, cases)
         bench = Bench(llm, torch.Generator().manual_seed(plan.seed))
         rows = measure_cases(bench, cases, roofline)
         return circumstances(model, target, command) | {
@@ -392,6 +392,6 @@ def measure(
             "machine": asdict(machine),
             "load_seconds": llm.weights_seconds,
             "engine_seconds": seconds - llm.weights_seconds,  # kernels, cache, graphs
-            "memory": describe_memory(llm.model, room),
+            "memory": describe_memory(llm.model, capacity),
             **rows,
         }

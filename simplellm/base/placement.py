@@ -9,7 +9,7 @@ Replica = TypeVar("Replica")
 TOO_MUCH, MARGIN = 1.5, 8
 
 
-def ranked(
+def rank_replicas(
     loads: Mapping[Replica, int],
     matches: Mapping[Replica, int],
     total: int,

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from simplellm.base.config import MAX_SIZE
-from simplellm.base.placement import ranked
+from simplellm.base.placement import rank_replicas
 from simplellm.base.request import Request
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.request_queues import check_waiting
@@ -73,7 +73,7 @@ class DataParallelScheduler:
 
     @property
     def running(self) -> list[Request]:
-        """Those that hold room in a cache, rank by rank."""
+        """Those that hold pages of a cache, rank by rank."""
         return [*chain(*(one.running for one in self.ranks))]
 
     @property
@@ -83,7 +83,7 @@ class DataParallelScheduler:
 
     @property
     def preemptions(self) -> int:
-        """How often a request gave up its room."""
+        """How often a request gave up its pages."""
         return sum(one.preemptions for one in self.ranks)
 
     def _of(self, request_id: int) -> Scheduler | None:
@@ -96,7 +96,9 @@ class DataParallelScheduler:
         loads = {n: len(self.ranks[n].requests) for n in numbers}
         cached = {n: num_cached(self.ranks[n].manager, request.tokens) for n in numbers}
         self.turn += 1
-        order = ranked(loads, cached, count, lambda n: (n - self.turn) % len(numbers))
+        order = rank_replicas(
+            loads, cached, count, lambda n: (n - self.turn) % len(numbers)
+        )
         return order[0]
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -111,7 +113,7 @@ class DataParallelScheduler:
             (self._of(first.request_id) or self.ranks[0]).withdraw([first])
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request, wherever it is, and give back its room; once only."""
+        """End a request, wherever it is, and give back its pages; once only."""
         if (one := self._of(request.request_id)) is not None:
             one.finish(request, reason)
 

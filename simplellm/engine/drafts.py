@@ -34,14 +34,14 @@ def choose_counts(
     chances: Sequence[float],
     offered: Sequence[int],
     computed: int,
-    room: int,
+    max_drafts: int,
     cost: Callable[[int], float],
 ) -> list[int]:
     """How many drafts of each request to check, for the most tokens a second.
 
     ``chances`` are, of each request, that a draft is right if those before it are;
     ``offered`` is how many drafts it has. The step computes ``computed`` tokens without
-    drafts, and has ``room`` for so many; ``cost`` are the seconds of so many tokens.
+    drafts, and ``max_drafts`` with them; ``cost`` are the seconds of so many tokens.
     """
     survival = sorted(
         (
@@ -50,7 +50,7 @@ def choose_counts(
             for position in range(1, offered[row] + 1)
         ),
         reverse=True,
-    )[:room]
+    )[:max_drafts]
     tokens = float(len(chances))
     best, chosen = MIN_SPEEDUP * tokens / cost(computed), 0
     for count, (chance, _) in enumerate(survival, 1):

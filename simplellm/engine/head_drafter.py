@@ -169,8 +169,8 @@ class HeadProposer:
 
     def _draft(self, count: int) -> None:
         """A draft for each of ``count`` requests, from its state."""
-        room, tables = self.columns[3, :count], self.tables[:count, : self.width]
-        lengths = torch.minimum(self.positions[:count] + 1, room)
+        capacity, tables = self.columns[3, :count], self.tables[:count, : self.width]
+        lengths = torch.minimum(self.positions[:count] + 1, capacity)
         group = KVGroup(
             slots=self.zeros[:0],
             tables=tables,
@@ -287,11 +287,11 @@ class HeadProposer:
 
         def arrived(tokens: Sequence[int]) -> None:
             for entry, row in zip(drafting, host.tolist(), strict=True):
-                request, sample, length, room = entry
+                request, sample, length, capacity = entry
                 right, *drafts = row[: 1 + made]
                 length += right + 1
-                # A draft has read those before it, if there was room for them.
-                good = drafts[: max(0, room - length + 2)]
+                # A draft has read those before it, if there were pages for them.
+                good = drafts[: max(0, capacity - length + 2)]
                 self.deliver(request, length, tokens[sample + right], good)
 
         return arrived
@@ -302,7 +302,7 @@ class HeadProposer:
         """Fill the columns, of the chunks that sample.
 
         Returns their requests, which sample is the first of each, how many tokens it
-        has computed without its drafts, and for how many there is room.
+        has computed without its drafts, and how many its pages can hold.
         """
         group, drafting = batch.groups[0], list[tuple[Request, int, int, int]]()
         rows: list[tuple[int, int, int, int]] = []
@@ -314,9 +314,9 @@ class HeadProposer:
             drafts = len(request.drafts)
             if samples:
                 pages = manager.tables[request.request_id].groups[0]
-                room = min(len(pages), self.width) * self.page_size
-                rows.append((sample, drafts, row, room))
-                drafting.append((request, sample, start + length - drafts, room))
+                capacity = min(len(pages), self.width) * self.page_size
+                rows.append((sample, drafts, row, capacity))
+                drafting.append((request, sample, start + length - drafts, capacity))
                 sample += 1 + drafts
             row += 1 if group.queries == 1 else -(-length // group.queries)
         if rows:

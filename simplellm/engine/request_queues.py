@@ -52,7 +52,7 @@ class RequestQueues:
         self.requests: dict[int, Request] = {}  # all that have not ended, by id
         # This queue and the next one are sorted by rank.
         self.waiting: list[Request] = []
-        self.running: list[Request] = []  # those that hold room in the cache
+        self.running: list[Request] = []  # those that hold pages of the cache
         self.deadlines: list[tuple[float, int]] = []
         self.finished: Counter[str] = Counter()  # requests by finish_reason
         self._ended = False  # one of those that run together, for static batches
@@ -98,7 +98,7 @@ class RequestQueues:
         self.deadlines = [entry for entry in self.deadlines if entry[1] in remaining]
 
     def start_running(self, request: Request) -> None:
-        """Move a request to those that run; there is room for it in the cache."""
+        """Move a request to those that run; there are pages for it."""
         if not self.running:
             self._ended = False
         insort(self.running, request, key=by_rank)
@@ -109,7 +109,7 @@ class RequestQueues:
         insort(self.waiting, request, key=by_rank)
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request, wherever it is, and give back its room; once only."""
+        """End a request, wherever it is, and give back its pages; once only."""
         if request.finish_reason is not None:
             return
         request.finish_reason = reason

@@ -174,8 +174,8 @@ class Runner:
     def _mixed(self, real: CaptureShape, samples: int = 0) -> CapturedGraph | None:
         """The graph for a step with chunks of prompts, if there is one."""
         for graph in self.mixed if real.chunks else ():
-            room = graph.shape.decodes + graph.shape.chunks
-            if samples <= room and all(map(le, real, graph.shape)):
+            rows = graph.shape.decodes + graph.shape.chunks
+            if samples <= rows and all(map(le, real, graph.shape)):
                 return graph
         return None
 

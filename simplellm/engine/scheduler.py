@@ -3,7 +3,7 @@
 Plain Python, no tensors. A step takes one token from each request that decodes and
 chunks of the prompts of others, all under one budget (Orca, Yu et al. 2022;
 Sarathi-Serve, Agrawal et al. 2024). When the cache runs full, the last in line gives up
-its room and computes its tokens again later.
+its pages and computes its tokens again later.
 """
 
 import time
@@ -40,7 +40,7 @@ class Scheduler(RequestQueues):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.preemptions = 0
-        self._refused = (-1, 0)  # who did not fit last, and how much room was spare
+        self._refused = (-1, 0)  # who did not fit last, and how many tokens were free
 
     def _ready(self, request: Request, busy: set[int]) -> bool:
         """Whether a running request can have a part in the step."""
@@ -56,10 +56,10 @@ class Scheduler(RequestQueues):
         most = min(missing, self.prefill_chunk, budget)
         # Decodes in this step wait for its prompt tokens, so cap those. Raise the cap
         # when many wait, since big chunks are cheaper per token.
-        room = len(self.running) + PREFILL_BESIDE_DECODES * (1 + len(self.waiting) // 2)
-        room -= self.max_num_batched_tokens - budget
-        if most > room and any(r.missing == 1 and not r.complete for r in self.running):
-            most = max(0, room)
+        cap = len(self.running) + PREFILL_BESIDE_DECODES * (1 + len(self.waiting) // 2)
+        cap -= self.max_num_batched_tokens - budget
+        if most > cap and any(r.missing == 1 and not r.complete for r in self.running):
+            most = max(0, cap)
         return most
 
     def _chunk(self, request: Request, length: int) -> ScheduledChunk:
@@ -68,7 +68,7 @@ class Scheduler(RequestQueues):
         )
 
     def _preempt(self, request: Request) -> None:
-        """Take all of its room; it keeps its tokens, and its rank."""
+        """Take all of its pages; it keeps its tokens, and its rank."""
         self.manager.remove(request.request_id)
         request.num_computed_tokens = 0
         request.preemptions += 1
@@ -95,9 +95,9 @@ class Scheduler(RequestQueues):
             request, spare = self.waiting[0], self.manager.free_tokens - promised
             if request.tokens[-1] == UNKNOWN:
                 return  # preempted just now; its pages cannot be looked up yet
-            refused, room = self._refused
-            if self.running and refused == request.request_id and spare <= room:
-                return  # as little room as the last time
+            refused, before = self._refused
+            if self.running and refused == request.request_id and spare <= before:
+                return  # no more are free than the last time
             # Prompt logprobs exist only where the prompt is computed: look nothing up.
             tokens = request.tokens if request.prompt_logprobs is None else [0]
             request.num_computed_tokens = self.manager.add(request.request_id, tokens)
@@ -164,7 +164,7 @@ class Scheduler(RequestQueues):
                 request.request_id, request.tokens, request.num_computed_tokens
             )
             if start < request.num_prompt <= start + length:
-                # A prompt is done, and whoever shares it needs less room.
+                # A prompt is done, and whoever shares it needs fewer pages.
                 self._refused = (-1, 0)
             if samples:
                 request.tokens += request.forced or [UNKNOWN]
@@ -175,12 +175,12 @@ class Scheduler(RequestQueues):
     def _keep(
         request: Request, first: int, tokens: Sequence[int]
     ) -> tuple[str | None, Sequence[int]]:
-        """Put ``tokens`` in their places, which begin at ``first``.
+        """Write ``tokens`` to their positions, from ``first`` on.
 
         Returns why the request ends with them, if it does, and those that it keeps.
         """
-        room, stops = request.num_prompt + request.max_tokens - first, request.stop_ids
-        reason, kept = "length" if len(tokens) >= room else None, tokens[:room]
+        left, stops = request.num_prompt + request.max_tokens - first, request.stop_ids
+        reason, kept = "length" if len(tokens) >= left else None, tokens[:left]
         if not stops.isdisjoint(kept):  # which is rare
             end = next(index for index, token in enumerate(kept) if token in stops)
             reason, kept = "stop", kept[: end + 1]

@@ -268,10 +268,10 @@ class Speculator:
         drafter: Any = self._state_of(request).drafter
         drafter.latest = length, last, drafts
 
-    def plan(self, requests: Sequence[Request], room: int) -> int:
+    def plan(self, requests: Sequence[Request], max_drafts: int) -> int:
         """Choose how many drafts are made of each of ``requests`` after the next step.
 
-        They are for the step after it, which has ``room`` for so many. 0: none are
+        They are for the step after it, which checks at most ``max_drafts``. 0: none are
         made.
         """
         if self.proposer is None:
@@ -280,7 +280,7 @@ class Speculator:
         if self.costs is not None and requests and not self.backoff.left:
             states = [self._state_of(request) for request in requests]
             offered = [self.most] * len(states)
-            counts = self._choose_counts(states, offered, len(states), room)
+            counts = self._choose_counts(states, offered, len(states), max_drafts)
             self.proposer.count = max(counts)
             if not any(counts):  # later it is tried again
                 self._give_up()
@@ -347,12 +347,12 @@ class Speculator:
         )
 
     def choose(
-        self, requests: Sequence[Request], computed: int, room: int
+        self, requests: Sequence[Request], computed: int, max_drafts: int
     ) -> list[list[int]]:
         """The drafts of each of ``requests``, whose next step computes one token.
 
-        At most ``room`` in all. The step computes ``computed`` tokens without them. A
-        request whose last token isn't known gets none.
+        At most ``max_drafts`` in all. The step computes ``computed`` tokens without
+        them. A request whose last token isn't known gets none.
         """
         states: list[DraftState | None] = []
         offered: list[int] = []
@@ -369,7 +369,7 @@ class Speculator:
             self._give_up()
             return [[] for _ in requests]
         drafts: list[list[int]] = []
-        counts = self._choose_counts(states, offered, computed, room)
+        counts = self._choose_counts(states, offered, computed, max_drafts)
         if self.costly and self.costs is not None and any(offered) and not any(counts):
             self._give_up()  # they have been made for nothing
         for own, count in zip(states, counts, strict=True):
@@ -397,21 +397,21 @@ class Speculator:
         states: Sequence[DraftState | None],
         offered: Sequence[int],
         computed: int,
-        room: int,
+        max_drafts: int,
     ) -> list[int]:
         """How many drafts of each request to check, of those ``offered``."""
         if self.costs is None:
             counts = []
             for number in offered:
-                counts.append(min(number, room))
-                room -= counts[-1]
+                counts.append(min(number, max_drafts))
+                max_drafts -= counts[-1]
             return counts
         chances = [self._chance(state) if state else 0.0 for state in states]
 
         def cost(tokens: int) -> float:
             return self._cost(tokens, tokens - computed)
 
-        return choose_counts(chances, offered, computed, room, cost)
+        return choose_counts(chances, offered, computed, max_drafts, cost)
 
 
 @dataclass(eq=False)
@@ -450,10 +450,12 @@ class SpeculativeScheduler(Scheduler):
         scheduled = super().schedule()
         decodes = [c for c in scheduled if c.length == 1 and c.samples]
         computed = sum(chunk.length for chunk in scheduled)
-        room = min(self.max_num_batched_tokens - computed, self.max_drafts)
+        max_drafts = min(self.max_num_batched_tokens - computed, self.max_drafts)
         requests = [chunk.request for chunk in decodes]
         drafting = {}
-        offers = self.speculator.choose(requests, computed, room) if decodes else []
+        offers = (
+            self.speculator.choose(requests, computed, max_drafts) if decodes else []
+        )
         for chunk, drafts in zip(decodes, offers, strict=True):
             length = 1 + len(drafts)
             request_id = chunk.request.request_id

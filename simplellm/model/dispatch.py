@@ -6,7 +6,7 @@ T tokens, k experts a token, I intermediate size.
 import torch
 from torch import Tensor
 
-from simplellm.model.family_rules import activated, routed
+from simplellm.model.family_rules import apply_activation, select_experts
 from simplellm.model.feed_forward import linear
 from simplellm.model.layers import Experts
 
@@ -20,7 +20,7 @@ def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     int32 [1], are no padding; other tables skip the rest, and may return [T, k,
     hidden].
     """
-    ids, shares = routed(x, mlp)
+    ids, weights = select_experts(x, mlp)
     out = torch.zeros_like(x)
     # The T*k (token, choice) pairs, sorted by expert; a pair's token is pair // k.
     pairs = ids.flatten().argsort(stable=True)
@@ -35,7 +35,7 @@ def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
             for bias in (mlp.gate_up_bias, mlp.down_bias)
         )
         gate_up = linear(x[tokens], mlp.gate_up[local], first_bias)
-        hidden = activated(gate_up, mlp)  # [n, I]
+        hidden = apply_activation(gate_up, mlp)  # [n, I]
         y = linear(hidden, mlp.down[local], second_bias)
-        out.index_add_(0, tokens, y * shares.flatten()[pair_ids, None])
+        out.index_add_(0, tokens, y * weights.flatten()[pair_ids, None])
     return out

@@ -7,13 +7,13 @@ from simplellm.model.layers import Dense, Experts
 from simplellm.model.other_families import ACTIVATIONS, route_among_all
 
 
-def routed(x: Tensor, mlp: Experts) -> tuple[Tensor, Tensor]:
+def select_experts(x: Tensor, mlp: Experts) -> tuple[Tensor, Tensor]:
     """The experts of each token, x [T, hidden], as `route` returns them."""
     rule = route if mlp.normalized else route_among_all
     return rule(x, mlp.router, mlp.router_bias, mlp.top_k)
 
 
-def activated(first: Tensor, mlp: Experts | Dense) -> Tensor:
+def apply_activation(first: Tensor, mlp: Experts | Dense) -> Tensor:
     """What the second product of a feed-forward network gets of the first one's."""
     if isinstance(mlp, Experts) and mlp.activation == "clamped_swiglu":
         return swiglu(first, mlp.limit, mlp.alpha)
@@ -23,4 +23,4 @@ def activated(first: Tensor, mlp: Experts | Dense) -> Tensor:
 def dense(x: Tensor, mlp: Dense) -> Tensor:
     """A feed-forward network for all tokens: x [T, hidden] -> the same shape."""
     first = linear(x, mlp.gate_up, mlp.gate_up_bias)
-    return linear(activated(first, mlp), mlp.down, mlp.down_bias)
+    return linear(apply_activation(first, mlp), mlp.down, mlp.down_bias)

@@ -35,8 +35,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token, best first, and how much each one counts.
 
-    x [T, hidden], weight [E, hidden], bias [E] -> ids int64 [T, k] and shares [T, k]
-    in x's dtype. The shares are a softmax over the chosen logits alone: they add up
+    x [T, hidden], weight [E, hidden], bias [E] -> ids int64 [T, k] and weights [T, k]
+    in x's dtype. The weights are a softmax over the chosen logits alone: they add up
     to 1, and what the other experts scored does not matter.
     """
     logits = functional.linear(x, weight, bias)  # [T, E]

@@ -27,13 +27,12 @@ GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
 def by_kind(config: ModelConfig, size: Callable[[str, Shape], int]) -> dict[str, int]:
     """Add up a ``size`` of each tensor by the parts of the model they belong to.
 
-    ``size`` gets our name and the shape; `names.kind` names the parts.
+    ``size`` gets our name and the shape; `part_of_model` names the parts.
     """
     sizes: dict[str, int] = {}
     for ours, shape in tensor_shapes(config).items():
-        sizes[part_of_model(ours)] = sizes.get(part_of_model(ours), 0) + size(
-            ours, shape
-        )
+        part = part_of_model(ours)
+        sizes[part] = sizes.get(part, 0) + size(ours, shape)
     if config.tie_word_embeddings:
         del sizes["embedding"]  # it is the LM head
     return sizes
@@ -165,11 +164,11 @@ def limited(free: int) -> int:
     That is by ulimit -v, or by the limit of its container (a cgroup of either version),
     to which pages of files count that the system gives back when they are needed.
     """
-    rooms = [free]
+    limits = [free]
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     if most != resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        rooms.append(most - pages * resource.getpagesize())
+        limits.append(most - pages * resource.getpagesize())
     for limit, used, stat, idle in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         (
@@ -178,10 +177,10 @@ def limited(free: int) -> int:
         ),
     ):
         with suppress(OSError, ValueError):  # no such version, or "max"
-            room = int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
+            left = int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
             lines = (line.split() for line in (CGROUP / stat).read_text().splitlines())
-            rooms.append(room + sum(int(n) for name, n in lines if name == idle))
-    return max(0, min(rooms))
+            limits.append(left + sum(int(n) for name, n in lines if name == idle))
+    return max(0, min(limits))
 
 
 def num_pages(
@@ -191,34 +190,33 @@ def num_pages(
     device: torch.device,
     beside: int = 0,
 ) -> int:
-    """Pages for keys and values: as many as asked for, or as there is room for.
+    """Pages for keys and values: as many as asked for, or as memory allows.
 
-    ``config`` is resolved, and ``beside`` are bytes that each page takes elsewhere. The
-    room is a share of what is free now; on a CPU no more
-    than the longest text takes and, for the others, `CPU_CACHE_BYTES`. Raises
-    ValueError if it is less than a page.
+    ``config`` is resolved, and ``beside`` are bytes that each page takes elsewhere.
+    Pages fill a share of what is free now; on a CPU no more than the longest text takes
+    and, for the others, `CPU_CACHE_BYTES`. Raises ValueError if not one page fits.
     """
     if config.num_pages is not None:
         return config.num_pages
-    room = config.cache_bytes
-    if room is None and device.type == "cuda":
+    available = config.cache_bytes
+    if available is None and device.type == "cuda":
         free, total = free_bytes(device)
-        room = int(free * GPU_CACHE_SHARE)
+        available = int(free * GPU_CACHE_SHARE)
         if (share := config.gpu_memory_utilization) is not None:
-            room = int(free - (1 - share) * total)
-    if room is None:
+            available = int(free - (1 - share) * total)
+    if available is None:
         longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
         dtype = config.kv_cache_dtype
-        wanted_room = kv_bytes(model, longest, itemsize=itemsize, kv_cache_dtype=dtype)
-        wanted_room += CPU_CACHE_BYTES
+        wanted = kv_bytes(model, longest, itemsize=itemsize, kv_cache_dtype=dtype)
+        wanted += CPU_CACHE_BYTES
         share = int(free_bytes(device)[0] * CPU_CACHE_SHARE)
         share //= config.num_ranks  # ranks on a CPU share its memory
-        room = max(CPU_CACHE_BYTES, min(share, wanted_room))
+        available = max(CPU_CACHE_BYTES, min(share, wanted))
     each = page_bytes(model, config.page_size, itemsize, config.kv_cache_dtype)
     each += beside
     expected = f"at least one page of {each} bytes"
-    expect(room >= each, "the room for pages, in bytes,", room, expected)
-    return room // each
+    expect(available >= each, "the memory for pages", available, expected)
+    return available // each
 
 
 def num_host_pages(

@@ -223,15 +223,15 @@ def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     logits = matmul(rows, mlp.router, mlp.router_bias)
     chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]  # [T, k]
     best = logits[np.arange(len(rows))[:, None], chosen]
-    shares = np.exp(best - best[:, :1])
-    shares /= shares.sum(axis=1, keepdims=True)
+    weights = np.exp(best - best[:, :1])
+    weights /= weights.sum(axis=1, keepdims=True)
     order = chosen.ravel().argsort(kind="stable")  # [T*k], by expert
     counts = np.bincount(chosen.ravel(), minlength=logits.shape[1]).tolist()
     gate_up = each(rows[order // top_k], mlp.gate_up, mlp.gate_up_bias, counts)
     hidden = swiglu_few(gate_up, mlp.limit, mlp.alpha)
     out = np.empty((len(order), rows.shape[1]), np.float32)
     out[order] = each(hidden, mlp.down, mlp.down_bias, counts)
-    mixed = np.matmul(shares[:, None], out.reshape(*chosen.shape, -1))[:, 0]
+    mixed = np.matmul(weights[:, None], out.reshape(*chosen.shape, -1))[:, 0]
     return torch.from_numpy(mixed)
 
 

@@ -29,9 +29,9 @@ def route_among_all(
     x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor]:
     """`feed_forward.route`, but each weight is a share among all of the experts."""
-    shares = functional.linear(x, weight, bias).softmax(dim=-1)  # [T, E]
-    top_shares, expert_ids = shares.topk(top_k, dim=-1)  # [T, k]
-    return expert_ids, top_shares
+    probs = functional.linear(x, weight, bias).softmax(dim=-1)  # [T, E]
+    top_probs, expert_ids = probs.topk(top_k, dim=-1)  # [T, k]
+    return expert_ids, top_probs
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -132,7 +132,7 @@ class AllowedTokens:
         forced tokens a step adds: they are the first ones of what closes the text.
         """
         left = request.max_tokens - request.num_output
-        passed = bisect(CLOSE_AT, -left, key=neg)  # of the places where it is asked
+        passed = bisect(CLOSE_AT, -left, key=neg)  # of CLOSE_AT, where it is asked
         if self.closing or passed <= self.asked or self.grammar_state is None:
             return
         gaps = map(sub, CLOSE_AT[self.asked : passed], [*CLOSE_AT, 0][self.asked + 1 :])

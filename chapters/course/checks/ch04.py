@@ -46,7 +46,7 @@ def pair_of(found, what):
     )
     ids, weights = found
     assert not ids.is_floating_point() and weights.is_floating_point(), (
-        "first the experts' numbers, which are whole, then the shares; yours are "
+        "first the experts' numbers, which are whole, then their weights; yours are "
         f"{ids.dtype} and {weights.dtype}"
     )
     return ids.long(), weights
@@ -228,12 +228,12 @@ def explained(found, x, mlp):
         ),
         (
             one_by_one(x, mlp, shares=in_order_of_ids),
-            "the shares are in the order of route's ids, best first: whoever sorts "
-            "the ids sorts the shares along",
+            "the weights are in the order of route's ids, best first: whoever sorts "
+            "the ids sorts the weights along",
         ),
         (
             one_by_one(x, at_once),
-            "every expert has added a share of a softmax over all: a token's shares "
+            "every expert has added a share of a softmax over all: a token's weights "
             "are for the experts in route's ids alone",
         ),
         (
@@ -443,7 +443,7 @@ def check_4_3(route_all):
     """Against the softmax of the chosen scores."""
     x, weight, bias = seeded(20, 6), seeded(16, 6, seed=1), seeded(16, seed=2)
     found = route_all(x, weight, bias, 4)
-    ids, weights = pair_of(found, "the numbers of the experts and their shares")
+    ids, weights = pair_of(found, "the numbers of the experts and their weights")
     assert ids.shape == weights.shape == (20, 4), (
         f"20 tokens with 4 experts each are [20, 4]; yours {list(weights.shape)}"
     )
@@ -453,7 +453,7 @@ def check_4_3(route_all):
         assert ids[token].tolist() == best, "the same experts in the same order"
         total = weights[token].sum().item()
         assert abs(total - 1) < 1e-4, (
-            f"the chosen shares add up to {total:.3f}: divide them by their sum"
+            f"the chosen weights add up to {total:.3f}: divide them by their sum"
         )
         assert torch.allclose(weights[token].double(), torch.tensor(shares).double()), (
             "they add up to 1, but the ratio of two weights is that of their e^score"

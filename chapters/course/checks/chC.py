@@ -70,9 +70,9 @@ def check_route_among_all(route_among_all):
     for given in (bias, None):
         for top_k in (1, 2):
             found = route_among_all(x, weight, given, top_k)
-            assert found is not None, "return the ids and the shares"
-            ids, shares = found
-            assert not ids.is_floating_point(), "the ids come first, then the shares"
+            assert found is not None, "return the ids and the weights"
+            ids, weights = found
+            assert not ids.is_floating_point(), "the ids come first, then the weights"
             logits = x.double() @ weight.double().T
             logits = logits if given is None else logits + given
             all_of_them = logits.softmax(-1)
@@ -82,12 +82,12 @@ def check_route_among_all(route_among_all):
                     f"token {token} chooses experts {right.tolist()}, best first, and "
                     f"yours are {yours.tolist()}; is the bias in?"
                 )
-            total = shares.sum(-1)
+            total = weights.sum(-1)
             assert not torch.allclose(total, torch.ones_like(total)), (
-                "the shares add up to 1: what the other experts got is gone. The "
+                "the weights add up to 1: what the other experts got is gone. The "
                 "softmax comes before the choice"
             )
-            close(shares, expected, 1e-5, "a share is a softmax over all experts")
+            close(weights, expected, 1e-5, "a weight is a softmax over all experts")
 
 
 # Adding a family

@@ -187,22 +187,26 @@ def check_choose_counts(choose_counts):
         size = generator.randrange(1, 4)
         chances = [round(generator.uniform(0.05, 0.95), 3) for _ in range(size)]
         offered = [generator.randrange(4) for _ in range(size)]
-        room = generator.randrange(1, 7)
+        max_drafts = generator.randrange(1, 7)
         costs = generator.choice([straight, stairs, lambda n: 1 + 0.02 * n])
-        cases.append((chances, offered, size, room, costs, "not the most a second"))
-    for chances, offered, computed, room, cost, why in cases:
+        cases.append(
+            (chances, offered, size, max_drafts, costs, "not the most a second")
+        )
+    for chances, offered, computed, max_drafts, cost, why in cases:
         given = list(chances), list(offered)
-        found = choose_counts(*given, computed, room, cost)
-        told = f"chances {chances}, offered {offered}, room {room}"
+        found = choose_counts(*given, computed, max_drafts, cost)
+        told = f"chances {chances}, offered {offered}, {max_drafts} drafts"
         is_list(found, "choose_counts", "numbers of drafts")
         assert given == (chances, offered), f"{told}: yours changed its arguments"
         assert len(found) == len(chances), f"{told}: a number for each, not {found}"
         fits = all(0 <= n <= most for n, most in zip(found, offered, strict=True))
         assert fits, f"{told}: {found}: a request has only the drafts that it offers"
-        assert sum(found) <= room, f"{told}: {found}: there's room for {room} drafts"
+        assert sum(found) <= max_drafts, (
+            f"{told}: {found}: there's room for {max_drafts} drafts"
+        )
         none = speed([0] * len(chances), chances, computed, cost)
         ranges = [range(n + 1) for n in offered]
-        every = [c for c in product(*ranges) if sum(c) <= room]
+        every = [c for c in product(*ranges) if sum(c) <= max_drafts]
         best = max(speed(c, chances, computed, cost) for c in every)
         if best <= 1.02 * none:
             expected = "no drafts"

@@ -27,8 +27,8 @@ MIXTRAL = Family(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    # The softmax over all experts, whose chosen shares are made to add up to 1, is that
-    # over the chosen alone.
+    # The softmax over all experts, whose chosen weights are made to add up to 1, is
+    # that over the chosen alone.
     fields=same_windows,
     fixed={"layer_types": (None,)},
 )

@@ -336,7 +336,7 @@ def expert_width(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def experts(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Qwen3-MoE's: all layers have experts, whose shares add up to 1."""
+    """Qwen3-MoE's: all layers have experts, whose weights add up to 1."""
     return {
         "moe_intermediate_size": fields.get("expert_feed_forward_length"),
         "norm_topk_prob": fields.get("expert_weights_norm", True),

@@ -29,7 +29,7 @@ from simplellm.model.layers import Experts
 
 
 @triton.jit
-def few_columns(FIRST: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+def tile_columns(FIRST: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
     """TILES of COLUMNS from FIRST on: [TILES, COLUMNS]."""
     tiles = tl.arange(0, TILES)[:, None]
     return FIRST + tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -49,7 +49,7 @@ def few_weights(
 
     An expert has less than 2^31 numbers: offsets need no wider integers.
     """
-    columns = few_columns(FIRST, TILES, COLUMNS)
+    columns = tile_columns(FIRST, TILES, COLUMNS)
     inside = has_row[None, :, None] & (columns < K)[:, None, :]
     where = rows[None, :, None] * K + columns[:, None, :]
     return tl.load(weight_ptr + where, inside, 0.0)
@@ -86,7 +86,7 @@ def few_numbers(
     COLUMNS: tl.constexpr,
 ):
     """TILES of one x from column FIRST on: [TILES, COLUMNS]."""
-    columns = few_columns(FIRST, TILES, COLUMNS)
+    columns = tile_columns(FIRST, TILES, COLUMNS)
     return tl.load(x_ptr + columns, columns < K, 0)
 
 

@@ -6,7 +6,7 @@ from zlib import crc32
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from simplellm.base.placement import ranked
+from simplellm.base.placement import rank_replicas
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,5 @@ class PrefixRouter(RequestRouter):
             last = hints.digests[-1:]
             return crc32(f"{name} {last}".encode()) if last else random.random()
 
-        order = ranked(loads, hints.matches, len(hints.digests), tie)
+        order = rank_replicas(loads, hints.matches, len(hints.digests), tie)
         return [[replicas[name]] for name in order]

@@ -19,7 +19,7 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from simplellm.base.grammar import Grammar
-from simplellm.base.placement import ranked
+from simplellm.base.placement import rank_replicas
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import EngineBase
 from simplellm.engine.snapshot import Snapshot, join_pages
@@ -217,7 +217,7 @@ class Replicas(EngineBase):
             return None
         loads = {s: s.load for s in ready}
         cached = {s: s.prefixes.match(pending.digests) for s in ready}
-        return ranked(
+        return rank_replicas(
             loads, cached, len(pending.digests), lambda slot: slot.num_submitted
         )[0]
 

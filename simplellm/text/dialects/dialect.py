@@ -107,7 +107,7 @@ HARMONY = Dialect(
 )
 
 
-def open_text(
+def load_tokenizer_and_dialect(
     files: SmallFiles, config: ModelConfig
 ) -> tuple[Tokenizer | None, Dialect]:
     """The tokenizer of a checkpoint, if it has one, and how its chats go.

@@ -184,22 +184,22 @@ def chosen(ranked, rows, tokens, best, speed_of, stop=False):
 
 
 @wrong("choose_counts", "one draft doesn't pay here, and three do")
-def stops_at_the_first_loss(chances, offered, computed, room, cost):
-    ranked, tokens = survivals(chances, offered)[:room], len(chances)
+def stops_at_the_first_loss(chances, offered, computed, max_drafts, cost):
+    ranked, tokens = survivals(chances, offered)[:max_drafts], len(chances)
     best = MIN_SPEEDUP * tokens / cost(computed)
     speed = lambda tokens, n: tokens / cost(computed + n)  # noqa: E731
     return chosen(ranked, len(chances), tokens, best, speed, stop=True)
 
 
 @wrong("choose_counts", "each token costs as much")
-def ignores_the_cost(chances, offered, computed, room, cost):
-    ranked, tokens = survivals(chances, offered)[:room], len(chances)
+def ignores_the_cost(chances, offered, computed, max_drafts, cost):
+    ranked, tokens = survivals(chances, offered)[:max_drafts], len(chances)
     return chosen(ranked, len(chances), tokens, tokens, lambda tokens, n: tokens)
 
 
 @wrong("choose_counts", "the likeliest drafts come first")
-def goes_by_request(chances, offered, computed, room, cost):
-    ranked = sorted(survivals(chances, offered), key=lambda pair: -pair[1])[:room]
+def goes_by_request(chances, offered, computed, max_drafts, cost):
+    ranked = sorted(survivals(chances, offered), key=lambda pair: -pair[1])[:max_drafts]
     tokens = len(chances)
     best = MIN_SPEEDUP * tokens / cost(computed)
     speed = lambda tokens, n: tokens / cost(computed + n)  # noqa: E731
@@ -207,8 +207,8 @@ def goes_by_request(chances, offered, computed, room, cost):
 
 
 @wrong("choose_counts", "far drafts seldom survive")
-def takes_the_chance_of_each(chances, offered, computed, room, cost):
-    ranked = survivals(chances, offered, lambda chance, position: chance)[:room]
+def takes_the_chance_of_each(chances, offered, computed, max_drafts, cost):
+    ranked = survivals(chances, offered, lambda chance, position: chance)[:max_drafts]
     tokens = len(chances)
     best = MIN_SPEEDUP * tokens / cost(computed)
     speed = lambda tokens, n: tokens / cost(computed + n)  # noqa: E731
@@ -216,7 +216,7 @@ def takes_the_chance_of_each(chances, offered, computed, room, cost):
 
 
 @wrong("choose_counts", "there's room for 3 drafts")
-def forgets_the_room(chances, offered, computed, room, cost):
+def forgets_the_room(chances, offered, computed, max_drafts, cost):
     ranked, tokens = survivals(chances, offered), len(chances)
     best = MIN_SPEEDUP * tokens / cost(computed)
     speed = lambda tokens, n: tokens / cost(computed + n)  # noqa: E731
@@ -224,31 +224,31 @@ def forgets_the_room(chances, offered, computed, room, cost):
 
 
 @wrong("choose_counts", "it gains less than MIN_SPEEDUP")
-def takes_any_gain(chances, offered, computed, room, cost):
-    ranked, tokens = survivals(chances, offered)[:room], len(chances)
+def takes_any_gain(chances, offered, computed, max_drafts, cost):
+    ranked, tokens = survivals(chances, offered)[:max_drafts], len(chances)
     best = tokens / cost(computed)
     speed = lambda tokens, n: tokens / cost(computed + n)  # noqa: E731
     return chosen(ranked, len(chances), tokens, best, speed)
 
 
 @wrong("choose_counts", "what its other tokens cost, too")
-def pays_for_drafts_alone(chances, offered, computed, room, cost):
-    ranked, tokens = survivals(chances, offered)[:room], len(chances)
+def pays_for_drafts_alone(chances, offered, computed, max_drafts, cost):
+    ranked, tokens = survivals(chances, offered)[:max_drafts], len(chances)
     best = MIN_SPEEDUP * tokens / cost(len(chances))
     speed = lambda tokens, n: tokens / cost(len(chances) + n)  # noqa: E731
     return chosen(ranked, len(chances), tokens, best, speed)
 
 
 @wrong("choose_counts", "expected no drafts")
-def counts_drafts_alone(chances, offered, computed, room, cost):
-    ranked = survivals(chances, offered)[:room]
+def counts_drafts_alone(chances, offered, computed, max_drafts, cost):
+    ranked = survivals(chances, offered)[:max_drafts]
     speed = lambda tokens, n: tokens / cost(computed + n)  # noqa: E731
     return chosen(ranked, len(chances), 0.0, 0.0, speed)
 
 
 @wrong("choose_counts", "a number for each")
-def gives_one_number(chances, offered, computed, room, cost):
-    ranked, tokens = survivals(chances, offered)[:room], len(chances)
+def gives_one_number(chances, offered, computed, max_drafts, cost):
+    ranked, tokens = survivals(chances, offered)[:max_drafts], len(chances)
     best = MIN_SPEEDUP * tokens / cost(computed)
     speed = lambda tokens, n: tokens / cost(computed + n)  # noqa: E731
     return [sum(chosen(ranked, len(chances), tokens, best, speed))] * 2
