@@ -255,6 +255,10 @@ def test_the_tables_fit_a_terminal(report):
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("130816" in line for line in lines)
+    heads = [line.split() for line in lines if "tok/s" in line]
+    assert all(
+        head[0] in ("batch", "prompts") and head[-2:] == ["of", "it"] for head in heads
+    )
 
 
 def test_the_command_writes_numbers_and_a_plot(known_machine, capsys, tmp_path):

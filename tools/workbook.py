@@ -313,14 +313,14 @@ def shown(path: Path) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """ "23 of 47 are yours; all 23 right"."""
+    """ "23 of 47 written, 22 right, 1 wrong"."""
     right = sum(result.verdict == "right" for result in results)
     wrong = sum(result.verdict == "wrong" for result in results)
     yours = right + wrong
-    text = f"{yours} of {len(results)} are yours"
-    if wrong:
-        return f"{text}: {right} right, {wrong} wrong"
-    return f"{text}; all {yours} right" if yours else text
+    text = f"{yours} of {len(results)} written"
+    if yours:
+        text += f", {right} right"
+    return f"{text}, {wrong} wrong" if wrong else text
 
 
 def report(results: list[Result]) -> str:

@@ -28,12 +28,12 @@ DECODE_ROWS: Headings = {
     "batch": ("batch", "d"),
     "input_len": ("in", "d"),
     "output_len": ("out", "d"),
-    "step_ms": ("step\nms", ".2f"),
+    "step_ms": ("step ms", ".2f"),
     "tokens_per_second": ("tok/s", ".0f"),
-    "end_to_end": ("end to\nend", ".0f"),
-    "ttft_ms": ("TTFT\nms", ".0f"),
-    "itl_p99_ms": ("ITL p99\nms", ".1f"),
-    "limit": ("limit\ntok/s", ".0f"),
+    "end_to_end": ("e2e", ".0f"),
+    "ttft_ms": ("TTFT ms", ".0f"),
+    "itl_p99_ms": ("ITL p99 ms", ".1f"),
+    "limit": ("limit", ".0f"),
     "share": ("of it", ".1%"),
 }
 PREFILL_ROWS: Headings = {

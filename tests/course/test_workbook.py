@@ -208,7 +208,7 @@ def test_empty_blanks_are_not_written_yet(empty: Path, run: Callable[..., Run]) 
     done = run("progress", empty)
     assert done.returncode == 1
     told, left, following, file = done.stdout.splitlines()[-4:]
-    assert told == f"0 of {len(BLANKS)} are yours"
+    assert told == f"0 of {len(BLANKS)} written"
     sums = {True: 0, False: 0}  # minutes of chapters and of appendices
     for blank in BLANKS:
         sums[blank.chapter[0].isdigit()] += blank.minutes
@@ -525,9 +525,9 @@ def test_a_report_counts(capsys: pytest.CaptureFixture[str]) -> None:
     right = Result("a", "01-x", "right", "")
     wrong = Result("b", "01-x", "wrong", "b: no\n  in your line 3")
     missing = Result("c", "02-y", "missing", "c: not written yet")
-    assert workbook.summary([right, right]) == "2 of 2 are yours; all 2 right"
-    assert workbook.summary([right, missing]) == "1 of 2 are yours; all 1 right"
-    assert workbook.summary([right, wrong]) == "2 of 2 are yours: 1 right, 1 wrong"
+    assert workbook.summary([right, right]) == "2 of 2 written, 2 right"
+    assert workbook.summary([right, missing]) == "1 of 2 written, 1 right"
+    assert workbook.summary([right, wrong]) == "2 of 2 written, 1 right, 1 wrong"
     assert workbook.report([right, wrong]).splitlines() == [
         "01-x                        1 of 2",
         "    b: no",
