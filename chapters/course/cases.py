@@ -221,7 +221,9 @@ def solve(number: int, answer: str | Callable[..., Any]) -> bool:
         return False
     found, right = suspects(answer), mistake.function
     culprit = f"{right.__module__}.{right.__qualname__}"
-    if not found:
+    if not found and ":" in str(answer):
+        print(f"Case {number}: no function of the package has the line {answer}.")
+    elif not found:
         print(f"Case {number}: the package has no function {answer}.")
     elif len(found) > 1:
         print(f"Case {number}: which one? {answer} may be")

@@ -84,6 +84,7 @@ def test_nothing_else_does(number: int, capsys: pytest.CaptureFixture[str]) -> N
     [
         ("", "Case 3 is open."),
         ("hash_pages", "the package has no function hash_pages."),
+        ("page_manager.py:1", "no function of the package has the line page_mana"),
         ("snapshot", "which one?"),
         ("PageManager.commit", "does what it should. But that's the file."),
         ("Scheduler.update_from_output", "does what it should.\n"),

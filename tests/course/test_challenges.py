@@ -10,6 +10,7 @@ from typing import Any
 
 import cells
 import faster
+import numpy as np
 import pytest
 import torch
 from course import Wrong, naive
@@ -163,6 +164,23 @@ def test_a_clock_that_was_exchanged_is_not_asked(
     trial = Trial("all_reduce", 1)
     trial.run(honest_but_slow, "run")
     assert trial.seconds >= 0.01
+
+
+def test_a_refusal_names_its_input() -> None:
+    told = refusal("rope", lambda x, *rest: x)
+    drawn = told.partition("its input: ")[2]
+    arguments = eval(drawn, {"naive": naive, "np": np})
+    assert len(arguments) == len(inspect.signature(naive.rope).parameters)
+    assert not torch.equal(naive.rope(*arguments), arguments[0])
+
+
+def test_a_loop_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*arguments: Any) -> None:
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr("course.challenges.CHECK_SECONDS", 0.5)
+    assert refusal("rope", endless) == "rope: not done after 0.5 s"
 
 
 def test_an_unknown_one_is_named() -> None:
