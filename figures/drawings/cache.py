@@ -16,11 +16,11 @@ from simplellm.engine.page_manager import PageManager
 
 
 def ring() -> Drawing:
-    """A window of eight in a ring of eight places, at three moments."""
+    """A window of eight in a ring of eight entries, at three moments."""
     size = 8
     d = Drawing("A sliding window's ring at three moments", 0)
     left, wide, tall = 150, 44, 30
-    d.text(MARGIN, 34, "places of the ring", size=SMALL, color=MUTED)
+    d.text(MARGIN, 34, "entries of the ring", size=SMALL, color=MUTED)
     for place in range(size):
         d.text(
             left + wide * (place + 0.5),
@@ -32,7 +32,7 @@ def ring() -> Drawing:
             anchor="middle",
         )
     remarks = (
-        ("Not full yet: three", "places are empty."),
+        ("Not full yet: three", "entries are empty."),
         ("Full: the window sees", "all of it."),
         ("8, 9 and 10 overwrote", "0, 1 and 2."),
     )
@@ -77,7 +77,7 @@ def ring() -> Drawing:
         y + 8,
         "Numbers are positions. The order in the ring doesn't matter to attention: "
         "a key carries its position as its rotation. gpt-oss has windows of 128 "
-        "positions, so place 128 mod 128 = 0 is where position 128 goes.",
+        "positions, so entry 128 mod 128 = 0 is where position 128 goes.",
     )
     return d
 
