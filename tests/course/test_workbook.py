@@ -267,7 +267,8 @@ def test_each_blank_says_what_it_takes_and_how_to_get_help(empty: Path) -> None:
         text = (empty / f"{blank.chapter}.md").read_text("utf-8")
         before, _, _ = text.partition(f"```python\n#| blank {blank.name}\n")
         said = before.rstrip().rpartition("\n")[2]
-        assert f"{blank.minutes} minutes" in said and f'hint("{blank.name}")' in said
+        assert re.match(rf"\*About \d+ lines?, {blank.minutes} minutes\.", said), said
+        assert f'hint("{blank.name}")' in said and f'ours("{blank.name}")' in said
         assert text.count("from course import hint, ours\n") == 1
         minutes[blank.chapter] += blank.minutes
     for chapter, total in minutes.items():
