@@ -297,6 +297,6 @@ def test_long_contexts_are_decoded_together(kind, monkeypatch):
 
 
 def test_a_prefix_comes_back_from_the_host():
-    row = host_pages.measure(SMALL, tokens=300, rounds=2)
-    assert row["tokens"] == 300 and 128 <= row["loaded_tokens"] <= 256
+    row = host_pages.measure(SMALL, tokens=320, rounds=2)
+    assert row["tokens"] == 320 and 128 <= row["loaded_tokens"] <= 320
     assert row["share"] == row["back_ms"] / row["computed_ms"] > 0

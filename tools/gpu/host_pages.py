@@ -6,6 +6,7 @@
 Random weights. The cache has room for one prompt, or for two where there are sliding
 layers, and three take turns, so that each was evicted when it comes again. The time is
 that of a request for one token, of prompts that are new and that were computed before.
+A prompt has one token after those: the last one is computed in any case.
 """
 
 import json
@@ -48,15 +49,16 @@ def measure(model: str | Mapping[str, Any], tokens: int, rounds: int) -> dict[st
             cpu_cache_bytes=2 * PROMPTS * pages * each,
         )
         llm = stack.enter_context(LLM(model, config, random_weights=True))
-        generate(llm, 1, tokens, 1, seed=PROMPTS)  # kernels are compiled, memory is had
+        # Kernels are compiled, and memory is had.
+        generate(llm, 1, tokens + 1, 1, seed=PROMPTS)
         found: list[float] = []  # ms, of all prompts and then of all again
         for _ in range(1 + rounds):
             before = llm.stats().loaded_tokens
             for seed in range(PROMPTS):
                 again = len(found) >= PROMPTS
-                outputs, seconds = generate(llm, 1, tokens, 1, seed=seed)
+                outputs, seconds = generate(llm, 1, tokens + 1, 1, seed=seed)
                 cached = outputs[0].num_cached_tokens
-                whole = (tokens - 1) // PAGE_SIZE * PAGE_SIZE
+                whole = tokens // PAGE_SIZE * PAGE_SIZE
                 if cached != (whole if again else 0):
                     raise RuntimeError(f"{cached} of {whole} tokens were cached")
                 found.append(1e3 * seconds)

@@ -184,7 +184,7 @@ def decode_fp8_kernel(
     start = lowest + split * share
     stop = tl.minimum(start + share, end)
 
-    HALF: tl.constexpr = DIMS // 2
+    HALF: tl.constexpr = max(DIMS // 2, 16)  # tl.dot's least
     WIDTH: tl.constexpr = D // 2  # of a head's row of pairs
     group, d, n = tl.arange(0, ROWS), 2 * tl.arange(0, HALF), tl.arange(0, BLOCK)
     heads = head * G + group
