@@ -101,7 +101,9 @@ def test_config_differs_from_20b_in_size_only() -> None:
 
 def test_the_glossary_is_the_course_s() -> None:
     text = (ROOT / "chapters/glossary.md").read_text(encoding="utf-8")
-    entries = re.findall(r"^- \*\*(.+?)\*\*: (.+) \(chapter \d+\)$", text, re.M)
+    entries = re.findall(
+        r"^- \*\*(.+?)\*\*: (.+) \(\[chapter \d+\]\(.+\)\)$", text, re.M
+    )
     course = {term: definition + "." for term, definition in entries}
     assert len(GLOSSARY) >= 60
     assert course | GLOSSARY == course

@@ -50,7 +50,7 @@ COLUMNS = 88
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"!\[(.*?)\]\((.+?)\)", re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
-TERM = re.compile(r"^- \*\*(.+?)\*\*: .+ \((?:chapter|appendix) (\w+)\)$", re.MULTILINE)
+TERM = re.compile(r"^- \*\*(.+?)\*\*: .+ \(\[\w+ (\w+)\]\(.+\)\)$", re.MULTILINE)
 MODULE = r"`simplellm/[\w/]+\.py`"
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|Users|work|mnt)/")
 
