@@ -184,21 +184,21 @@ class Writer:
         if path.exists():
             old = path.read_bytes()
             if old != content and digest(old) != self.known.get(name, {}).get("file"):
-                self.put_aside(path)
+                self.put_aside(path, "is the course's again")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         self.known.setdefault(name, {})["file"] = digest(content)
         self.save()  # now, so that an interrupted run forgets nothing
 
-    def put_aside(self, path: Path) -> None:
-        """Copy a file to before/, under a name that is not taken."""
+    def put_aside(self, path: Path, why: str) -> None:
+        """Copy a file to before/, under a name that is not taken, and say so."""
         before = self.folder / "before"
         before.mkdir(exist_ok=True)
         number = 1
         while (copy := before / f"{path.stem}-{number}{path.suffix}").exists():
             number += 1
         shutil.copy2(path, copy)
-        print(f"{path.name} has changes of yours: a copy is {copy}")
+        print(f"{path.name} {why}.\n  As you had it: {shown(copy)}")
 
     def chapter(self, name: str, text: str) -> None:
         """Write a page, with what the reader has made of it.
@@ -224,8 +224,12 @@ class Writer:
             base = with_cells(base, sources)
             text_with = with_cells(text, sources)
             merged, clean = merge(base, mine, text_with)
-            if not clean or sources.keys() - stubs.keys():
-                self.put_aside(path)
+            if sources.keys() - stubs.keys():
+                self.put_aside(path, "has no place any more for code of yours")
+            elif not clean and merged == text_with:
+                self.put_aside(path, "is new, without your notes, since git isn't here")
+            elif not clean:
+                self.put_aside(path, "has changed where you had, too: both are in it")
             path.write_text(merged, encoding="utf-8")
             self.known.setdefault(name, {})["file"] = digest(merged)
             self.save()

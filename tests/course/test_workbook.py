@@ -625,7 +625,9 @@ def test_news_come_and_all_that_is_the_readers_stays(empty: Path) -> None:
     assert path.read_text("utf-8") == reader
 
 
-def test_what_both_have_changed_is_kept_twice(empty: Path) -> None:
+def test_what_both_have_changed_is_kept_twice(
+    empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = f"{BLANKS[0].chapter}.md"
     path = empty / name
     title = path.read_text("utf-8").partition("\n")[0]
@@ -636,6 +638,8 @@ def test_what_both_have_changed_is_kept_twice(empty: Path) -> None:
     assert path.read_text("utf-8").startswith("# My title\n# Another title\n")
     (copy,) = (empty / "before").iterdir()
     assert copy.read_text("utf-8") == reader
+    told = " ".join(capsys.readouterr().out.split())
+    assert "both are in it. As you had it: " in told and copy.name in told
 
 
 def test_without_git_the_readers_page_is_put_aside(
