@@ -359,8 +359,35 @@ def real(figures: Path) -> str:
     return (
         f"{table(headers, rows)}\n\n"
         f"Recorded {record['date']} with transformers {said['transformers']} and gguf "
-        f"{said['gguf']} by `{record['command']}`.{llama_cpp_texts(figures)}"
+        f"{said['gguf']} by `{record['command']}`.{real_on_gpus(figures)}"
+        f"{llama_cpp_texts(figures)}"
     )
+
+
+def real_on_gpus(figures: Path) -> str:
+    """A paragraph on each model that ran in bfloat16 on a GPU, from its record."""
+    paragraphs = []
+    for path in sorted(figures.glob("real-gpu-*.json")):
+        record = read(figures, path.stem)
+        rows = {row["format"]: row for row in record["rows"]}
+        ours, theirs = rows.pop("this engine"), rows.pop("transformers, bfloat16")
+        rounded = [
+            f"{row['perplexity']:.2f} as {name.upper()}" for name, row in rows.items()
+        ]
+        numbers = ", ".join([f"{ours['perplexity']:.2f} in bfloat16", *rounded])
+        text = (
+            f"On an {record['gpu']}, the kernels' bfloat16 logits of {record['model']} "
+            f"are {ours['mean_kl']:.0e} nats (KL, mean of {record['tokens']} tokens) "
+            f"from float32's, transformers' own bfloat16 is {theirs['mean_kl']:.0e}. "
+            f"Of {record['greedy_tokens']} greedy tokens {record['not_the_likeliest']} "
+            "aren't float32's likeliest, each a tie within "
+            f"{record['widest_gap']:.2f} nats; {record['equal_to_alone']} texts "
+            "written at once are each the same as alone, with `batch_invariant`. "
+            f"Perplexity: {record['perplexity_float32']:.2f} in float32, {numbers}. "
+            f"Recorded {record['date']} by `{record['command']}`."
+        )
+        paragraphs.append(f"\n\n{fill(text, 88, **WRAPPING)}")
+    return "".join(paragraphs)
 
 
 def llama_cpp_texts(figures: Path) -> str:

@@ -1,10 +1,10 @@
 """A model with its real weights on a GPU, beside transformers: is it the same model?
 
-    python tools/gpu/real.py FOLDER --json OUT
+    python tools/gpu/real.py SmolLM2-135M-Instruct --json figures/real-gpu-smollm2.json
 
-FOLDER is as the hub has it; of a GGUF file, tests/real_weights.py makes one. What the
-kernels compute in bfloat16 is compared with transformers in float32, and with how far
-its own bfloat16 is from that. With --device cpu it says less, and needs no GPU.
+The folder is as the hub has it; of a GGUF file, tests/real_weights.py makes one. What
+the kernels compute in bfloat16 is compared with transformers in float32, and with how
+far its own bfloat16 is from that. With --device cpu it says less, and needs no GPU.
 """
 
 import sys
@@ -162,7 +162,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     found = measure(options.folder, options.device)
-    save(header("transformers") | found, options.json)
+    about = header("transformers") | {"model": options.folder.name}
+    save(about | found, options.json)
 
 
 if __name__ == "__main__":
