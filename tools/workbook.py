@@ -305,7 +305,7 @@ def make(folder: Path) -> None:
     writer.put("jupytext.toml", (ROOT / "jupytext.toml").read_bytes())
     folders = [str(HERE), str(CHAPTERS)]
     writer.put("test_blanks.py", TESTS.format(folders=folders).encode())
-    print(f"{len(ours)} blanks wait for you in {shown(folder)}: `make lab` opens it")
+    print(f"{len(ours)} blanks are in {shown(folder)}: `make lab` opens it")
 
 
 # Telling
