@@ -357,7 +357,7 @@ def real(figures: Path) -> str:
             row.append(f"{speed:,.0f}" if speed else "not measured")
     said = record["versions"]
     return (
-        f"{table(headers, rows)}\n\n"
+        f"{table(headers, rows, words=len(REAL_HEADERS))}\n\n"
         f"Recorded {record['date']} with transformers {said['transformers']} and gguf "
         f"{said['gguf']} by `{record['command']}`.{real_on_gpus(figures)}"
         f"{llama_cpp_texts(figures)}"
