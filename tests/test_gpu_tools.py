@@ -18,6 +18,7 @@ from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.engine.page_manager import PageManager
 
 pytest.importorskip("triton")
+import agents
 import cases
 import client
 import clients
@@ -300,3 +301,12 @@ def test_a_prefix_comes_back_from_the_host():
     row = host_pages.measure(SMALL, tokens=320, rounds=2)
     assert row["tokens"] == 320 and 128 <= row["loaded_tokens"] <= 320
     assert row["share"] == row["back_ms"] / row["computed_ms"] > 0
+
+
+def test_agents_get_what_was_computed_a_turn_ago():
+    shape = SMALL | {"vocab_size": 97}
+    row = agents.measure(shape, users=3, lengths=(200, 40, 20), turns=4, page_size=16)
+    assert row["users"] == 3 and row["preemptions"] == 0
+    assert row["prompt_tokens"] == 200 + 60 * (1 + 2 + 3) / 3
+    assert 0.6 < row["cached"] < 0.9
+    assert row["tokens_per_second_of_a_user"] > 0
