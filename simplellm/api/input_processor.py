@@ -39,11 +39,7 @@ from simplellm.base.config import (
 from simplellm.base.grammar import Grammar
 from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import SamplingParams, StructuredOutputs
-from simplellm.checkpoint.folder import (
-    read_generation_config,
-    small_files,
-    turn_ends,
-)
+from simplellm.checkpoint.folder import read_generation_config, small_files, turn_ends
 from simplellm.engine.client import EngineClient
 from simplellm.sampling.allowed_tokens import AllowedTokens, bad_sequences
 from simplellm.text.dialects.dialect import HARMONY, Dialect, load_tokenizer_and_dialect

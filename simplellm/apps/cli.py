@@ -24,13 +24,7 @@ from simplellm import __version__
 from simplellm.apps import options
 from simplellm.apps.calculator import CALCULATOR
 from simplellm.apps.install import ensure_installed
-from simplellm.apps.screen import (
-    Screen,
-    converse,
-    greeting,
-    read_lines,
-    respond,
-)
+from simplellm.apps.screen import Screen, converse, greeting, read_lines, respond
 from simplellm.apps.serving import needs_extra, serve_model
 from simplellm.apps.workloads import plan_load
 from simplellm.base.config import expect

@@ -27,13 +27,7 @@ from simplellm.apps.options import (
 )
 from simplellm.apps.screen import Screen
 from simplellm.base.config import MAX_SIZE, EngineConfig, check_number
-from simplellm.server.start import (
-    WATCHDOG_TIMEOUT,
-    Options,
-    bind,
-    spawn,
-    spawn_each,
-)
+from simplellm.server.start import WATCHDOG_TIMEOUT, Options, bind, spawn, spawn_each
 
 if TYPE_CHECKING:
     from simplellm.server.remote.client import RemoteClient

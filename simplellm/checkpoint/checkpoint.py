@@ -44,12 +44,7 @@ from simplellm.checkpoint.names import (
 )
 from simplellm.checkpoint.source import Source, TensorInfo
 from simplellm.checkpoint.stored import decode_weight, encode_weight
-from simplellm.checkpoint.tensors import (
-    DTYPES,
-    assembled,
-    read_header,
-    tensor_view,
-)
+from simplellm.checkpoint.tensors import DTYPES, assembled, read_header, tensor_view
 
 # Linux lets no process map more than it has memory for if the pages may be written to,
 # unless the mapping says that nothing is to be set aside. Python 3.13 has the name.

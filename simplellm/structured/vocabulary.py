@@ -9,13 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from simplellm.base.grammar import (
-    Closers,
-    Grammar,
-    GrammarError,
-    llguidance,
-    reason_of,
-)
+from simplellm.base.grammar import Closers, Grammar, GrammarError, llguidance, reason_of
 from simplellm.structured.rules import rules_text
 from simplellm.structured.schemas import innermost_refused
 from simplellm.text.tokenizer import Tokenizer

@@ -3,12 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from simplellm.base.config import (
-    LAYER_TYPES,
-    MAX_SIZE,
-    ModelConfig,
-    check_number,
-)
+from simplellm.base.config import LAYER_TYPES, MAX_SIZE, ModelConfig, check_number
 from simplellm.checkpoint.families.family import Data, Family
 from simplellm.checkpoint.formats import formats, read_mxfp4
 from simplellm.checkpoint.names import NAMES

@@ -6,9 +6,7 @@ from typing import Any
 
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.server.http import response_schemas
-from simplellm.server.http.bodies import (
-    checked_samples,
-)
+from simplellm.server.http.bodies import checked_samples
 from simplellm.server.http.endpoint import (
     Call,
     Endpoint,

@@ -19,11 +19,7 @@ from simplellm.server.http.bodies import NOT_HERE, Body, Unsupported
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import TOO_LONG, APIError, as_api_error
 from simplellm.server.openai.responses_body import ResponseBody
-from simplellm.server.openai.responses_items import (
-    kept_items,
-    to_harmony,
-    tools_in,
-)
+from simplellm.server.openai.responses_items import kept_items, to_harmony, tools_in
 from simplellm.server.openai.responses_output import Output
 from simplellm.server.openai.responses_store import (
     FinishedResponse,

@@ -21,11 +21,7 @@ from simplellm.server.http.bodies import (
     an_object,
 )
 from simplellm.server.http.response_schemas import list_of
-from simplellm.server.openai.chat_body import (
-    named_schema,
-    offered_tools,
-    with_choice,
-)
+from simplellm.server.openai.chat_body import named_schema, offered_tools, with_choice
 from simplellm.server.openai.chat_messages import as_list, refuse_unread
 from simplellm.server.openai.responses_items import (
     TEXT_PARTS,

@@ -6,25 +6,13 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from simplellm.base.config import (
-    MAX_SIZE,
-    ConfigError,
-    ModelConfig,
-    expect,
-    reraise_as,
-)
+from simplellm.base.config import MAX_SIZE, ConfigError, ModelConfig, expect, reraise_as
 from simplellm.base.files import SmallFiles
 from simplellm.base.grammar import Grammar
 from simplellm.text.dialects.call_forms import CallForm, tags_grammar
 from simplellm.text.dialects.encoder import read_tokenizer, require_library
 from simplellm.text.dialects.tags import TagParser
-from simplellm.text.harmony import (
-    HarmonyParser,
-    Message,
-    Tool,
-    developer_text,
-    render,
-)
+from simplellm.text.harmony import HarmonyParser, Message, Tool, developer_text, render
 from simplellm.text.harmony.schema import Lead, with_format
 from simplellm.text.harmony.turn import turn_grammar
 from simplellm.text.parser import TurnParser

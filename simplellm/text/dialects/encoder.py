@@ -8,12 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from simplellm.base.config import (
-    MAX_SIZE,
-    expect,
-    expect_type,
-    one_of,
-)
+from simplellm.base.config import MAX_SIZE, expect, expect_type, one_of
 from simplellm.text.tokenizer import Tokenizer, TokenizerError, printed_bytes
 
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
