@@ -1,5 +1,7 @@
-"""The small files of a checkpoint: its config, tokenizer and chat template."""
+"""Files of a checkpoint: the small ones, by name, and the large ones, mapped."""
 
+import mmap
+import sys
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,3 +40,19 @@ class FolderFiles:
     def text(self, name: str) -> str | None:
         file = self.path_of(name)
         return file.read_bytes().decode(errors="replace") if file.is_file() else None
+
+
+# Linux lets no process map more than it has memory for if the pages may be written to,
+# unless the mapping says that nothing is to be set aside. Python 3.13 has the name.
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+
+def map_private(file: Path) -> mmap.mmap:
+    """A file, mapped whole; it may be larger than memory. Raises OSError.
+
+    A page that somebody writes to becomes a copy, which the file does not see; all
+    others are the page cache's.
+    """
+    with file.open("rb") as opened:
+        flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+        return mmap.mmap(opened.fileno(), 0, flags=flags)

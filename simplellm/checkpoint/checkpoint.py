@@ -3,7 +3,6 @@
 import hashlib
 import math
 import mmap
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from simplellm.base.config import (
     read_json,
     reraise_as,
 )
+from simplellm.base.files import map_private
 from simplellm.checkpoint.awq_gptq import dequantize_each
 from simplellm.checkpoint.families import FAMILIES, read_config
 from simplellm.checkpoint.folder import check_downloaded, is_gguf, open_config
@@ -43,26 +43,16 @@ from simplellm.checkpoint.names import (
     tensor_shapes,
 )
 from simplellm.checkpoint.source import Source, TensorInfo
-from simplellm.checkpoint.stored import decode_weight, encode_weight
+from simplellm.checkpoint.stored import decode_weights, encode_weight
 from simplellm.checkpoint.tensors import DTYPES, assembled, read_header, tensor_view
-
-# Linux lets no process map more than it has memory for if the pages may be written to,
-# unless the mapping says that nothing is to be set aside. Python 3.13 has the name.
-MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def map_shard(file: Path) -> mmap.mmap:
-    """Map one safetensors file. Raises CheckpointError if it is damaged.
-
-    The mapping is private: a page that somebody writes to becomes a copy, which the
-    file does not see; all others are the page cache's. It may be larger than memory.
-    """
+    """Map one safetensors file. Raises CheckpointError if it is damaged."""
     try:
         with safe_open(file, framework="numpy"):
             pass  # which checks the header, in itself and against the file's size
-        with file.open("rb") as opened:
-            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-            return mmap.mmap(opened.fileno(), 0, flags=flags)
+        return map_private(file)
     except OSError as error:
         fault = str(error)
     except SafetensorError as error:
@@ -115,9 +105,7 @@ class Checkpoint:
         views = self._views(ours, held)
         if (form := self.config.formats.get(ours)) is None:
             return [view.mT if self._table[ours].turned else view for view in views]
-        count = len(form.suffixes)
-        starts = range(0, len(views), count)
-        return [decode_weight(form, views[start : start + count]) for start in starts]
+        return decode_weights(form, views)
 
     def names(self) -> list[str]:
         return list(self._stored)

@@ -37,6 +37,13 @@ def decode_weight(form: NumberFormat, parts: Sequence[Tensor]) -> Coded:
     return Scaled(values, scales.float(), tile, form.inputs)
 
 
+def decode_weights(form: NumberFormat, parts: Sequence[Tensor]) -> list[Coded]:
+    """The weights of a format whose tensors on disk follow one another."""
+    count = len(form.suffixes)
+    starts = range(0, len(parts), count)
+    return [decode_weight(form, parts[start : start + count]) for start in starts]
+
+
 def encode_weight(form: NumberFormat, weight: Tensor) -> Coded:
     """``weight`` [..., out, in] rounded to a format."""
     if form.is_mxfp4:

@@ -14,7 +14,7 @@ from simplellm.checkpoint.formats import NumberFormat
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import Name
 from simplellm.checkpoint.source import TensorInfo
-from simplellm.checkpoint.stored import decode_weight, join_weights
+from simplellm.checkpoint.stored import decode_weights, join_weights
 
 
 def read_header(data: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
@@ -65,11 +65,6 @@ def assembled(
     once.
     """
     if form is not None:
-        count = len(form.suffixes)
-        starts = range(0, len(parts), count)
-        weights = [
-            decode_weight(form, parts[start : start + count]) for start in starts
-        ]
-        return join_weights(weights, shape)
+        return join_weights(decode_weights(form, parts), shape)
     parts = [part.mT for part in parts] if name.turned else parts
     return (torch.cat([*parts]) if len(parts) > 1 else parts[0]).view(*shape)

@@ -221,19 +221,6 @@ class Speculator:
         self.checked: Counter[int] = Counter()  # by position
         self.accepted: Counter[int] = Counter()  # the right ones
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        number: int | None,
-        time_steps: Callable[[], Mapping[int, float]],
-    ) -> "Speculator":
-        """A speculator of ``number`` drafts; None: by the costs of ``time_steps``."""
-        drafter = DRAFTERS[name]
-        if number is not None:
-            return cls(number, drafter=drafter)
-        return cls(LONGEST_DRAFT, StepCosts(time_steps()), drafter)
-
     def _state_of(self, request: Request) -> DraftState:
         state = self.draft_states.get(request)
         if state is None:

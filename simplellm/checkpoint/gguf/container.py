@@ -10,13 +10,13 @@ import math
 import mmap
 import re
 import struct
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from simplellm.base.config import CheckpointError, expect, reraise_as
+from simplellm.base.files import map_private
 
 # By ggml's number: the name, the elements of a block, and its bytes.
 TYPES = {
@@ -50,9 +50,6 @@ STRING, ARRAY, FLOAT32 = 8, 9, 6
 CODES = dict(zip([*range(8), 10, 11, 12], "BbHhIif?Qqd", strict=True))
 LENGTH = struct.Struct("<Q")
 MAX_DIMENSIONS = 4
-# As in `simplellm.checkpoint.checkpoint`, which needs PyTorch: a private mapping, for
-# which Linux sets nothing aside.
-NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -166,11 +163,11 @@ def read_gguf_header(
     tensors = []
     for name, kind, sides, offset in entries:
         tensor = locate_tensor(file, name, kind, sides, start + offset)
-        end, expected = (
-            tensor.offset + tensor.nbytes,
-            f"up to {len(data)}, the file's end",
+        end = tensor.offset + tensor.nbytes
+        expected = (
+            f"up to {len(data)}, the file's end; the file is cut off, or has not been "
+            "downloaded to its end"
         )
-        expected += "; the file is cut off, or has not been downloaded to its end"
         expect(end <= len(data), f"the end of {name!r}", end, expected)
         tensors.append(tensor)
     return metadata, tensors
@@ -230,9 +227,7 @@ def open_container(path: str | Path) -> Container:
     def read(file: Path) -> dict[str, Any]:
         with reraise_as(CheckpointError, file):
             try:
-                with file.open("rb") as opened:
-                    flags = mmap.MAP_PRIVATE | NO_RESERVE
-                    data[file] = mmap.mmap(opened.fileno(), 0, flags=flags)
+                data[file] = map_private(file)
             except OSError as error:
                 raise ValueError(f"cannot be read: {error.strerror}") from None
             metadata, held = read_gguf_header(file, data[file])

@@ -110,8 +110,6 @@ KEPT = {
     "Q8_0": NumberFormat("Q8_0", ("", "_scale"), "int8", (1, 32), inputs=False),
     "MXFP4": MXFP4_EXPERTS,
 }
-
-
 KEPT_ON_GPU = {"MXFP4": KEPT["MXFP4"]}
 
 
@@ -246,11 +244,20 @@ def rope_scaling(
         return {}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    length = fields.get("rope.scaling.original_context_length")
+    scaling = yarn(fields)
+    if not scaling["original_max_position_embeddings"]:
+        scaling["original_max_position_embeddings"] = fields.get("context_length")
+    return {**scaling, "factor": factor}
+
+
+def yarn(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of YaRN, from the fields of the same meaning."""
     return {
         "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": length or fields.get("context_length"),
+        "factor": fields.get("rope.scaling.factor"),
+        "original_max_position_embeddings": fields.get(
+            "rope.scaling.original_context_length"
+        ),
         "beta_fast": fields.get("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.get("rope.scaling.yarn_beta_slow", 1.0),
     }
@@ -311,28 +318,12 @@ def gemma(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def gpt_oss(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The width of an expert, and RoPE as OpenAI's own code stretches it."""
-    scaling = rope_scaling_of_gpt_oss(arch, fields)
-    return {**expert_width(fields), "attention_bias": True, "rope_scaling": scaling}
-
-
-def rope_scaling_of_gpt_oss(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     name = f"{arch}.rope.scaling.type"
     one_of(name, fields.get("rope.scaling.type"), ("yarn",))
-    return {
-        "rope_type": "yarn",
-        "factor": fields.get("rope.scaling.factor"),
-        "original_max_position_embeddings": fields.get(
-            "rope.scaling.original_context_length"
-        ),
-        "beta_fast": fields.get("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": fields.get("rope.scaling.yarn_beta_slow", 1.0),
-        "truncate": False,  # no field says so: all of gpt-oss's checkpoints do
-    }
-
-
-def expert_width(fields: Mapping[str, Any]) -> dict[str, Any]:
+    # No field says how RoPE rounds: all of gpt-oss's checkpoints do not truncate.
+    data = {"attention_bias": True, "rope_scaling": yarn(fields) | {"truncate": False}}
     width = fields.get("expert_feed_forward_length")
-    return {} if width is None else {"intermediate_size": width}
+    return data if width is None else {**data, "intermediate_size": width}
 
 
 def experts(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:

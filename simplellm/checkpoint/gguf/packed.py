@@ -12,6 +12,7 @@ from simplellm.checkpoint.formats import NumberFormat, is_matrix
 from simplellm.checkpoint.gguf.container import Container
 from simplellm.checkpoint.gguf.metadata import KEPT
 from simplellm.checkpoint.gguf.names import stored_as
+from simplellm.checkpoint.gguf.tensors import float16_at, scaled_of
 from simplellm.checkpoint.int4 import ROWS, Codes, Int4, split_int8
 from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
 
@@ -50,12 +51,6 @@ def packed_formats(
     return {ours: replace(form, keep_dequantized=few) for ours, form in known.items()}
 
 
-def float16_at(blocks: Tensor, start: int) -> Tensor:
-    """The float16 number that begins at a byte of each block [..., bytes]."""
-    two = blocks[..., start : start + 2].contiguous()
-    return two.view(torch.float16).squeeze(-1).float()
-
-
 def nibbles(blocks: Tensor, start: int) -> Tensor:
     """The 32 values of each block [out, G, bytes]: low halves first. int32 [out, in]"""
     packed = blocks[..., start:].int()
@@ -78,9 +73,8 @@ def codes_of_q4_1(rows: Tensor) -> list[Codes]:
 
 def codes_of_q8_0(rows: Tensor) -> list[Codes]:
     """A block is its scale and 32 numbers of 8 bits."""
-    blocks = rows.unflatten(-1, (-1, 2 + BLOCK))
-    values = blocks[..., 2:].contiguous().view(torch.int8).flatten(-2)
-    return split_int8(values, float16_at(blocks, 0))
+    weight = scaled_of(rows)
+    return split_int8(weight.values, weight.scales)
 
 
 READERS: dict[str, Callable[[Tensor], list[Codes]]] = {

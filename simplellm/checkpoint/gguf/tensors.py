@@ -45,15 +45,20 @@ def mxfp4_of(rows: Tensor) -> MXFP4:
     )
 
 
+def float16_at(blocks: Tensor, start: int) -> Tensor:
+    """The float16 number that begins at a byte of each block [..., bytes]."""
+    two = blocks[..., start : start + 2].contiguous()
+    return two.view(torch.float16).squeeze(-1).float()
+
+
 def scaled_of(rows: Tensor) -> Scaled:
     """A weight of 8 bits from uint8 ``rows`` [..., out, C * 34] of Q8_0.
 
     A block of 32 is its float16 scale and 32 signed numbers.
     """
     blocks = rows.unflatten(-1, (-1, 2 + BLOCK))
-    scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
     values = blocks[..., 2:].contiguous().view(torch.int8).flatten(-2)
-    return Scaled(values, scales, (1, BLOCK), False)
+    return Scaled(values, float16_at(blocks, 0), (1, BLOCK), False)
 
 
 def dequantize_rows(
