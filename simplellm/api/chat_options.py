@@ -171,10 +171,8 @@ def turn_constraint(
         return None
     final = None if must else next(iter(parts.values()), FREE)
     names, calls = {tool.name for tool in some}, dict[str, Rules]()
-    count, expected = (
-        len(names),
-        f"at most {MAX_CALLS}, where a grammar tells them apart",
-    )
+    count = len(names)
+    expected = f"at most {MAX_CALLS}, where a grammar tells them apart"
     expect(count <= MAX_CALLS, "the number of tools", count, expected, param="tools")
     length, most = len(rules_text(*parts.values())), 2 * MAX_TEXT
     for number, tool in enumerate(tools):

@@ -59,9 +59,8 @@ def at_load(source: Source) -> Iterator[str]:
         text = f"{', '.join(made)} become bfloat16 on a GPU, float32 on a CPU"
         text += "; Q8_0 becomes bfloat16 on a GPU" * len(kept)
         as_is = sorted((types | kept) & {"Q4_0", "Q4_1", "Q8_0"})
-        text += f"; a CPU with AVX2 multiplies {' and '.join(as_is)} as is" * bool(
-            as_is
-        )
+        if as_is:
+            text += f"; a CPU with AVX2 multiplies {' and '.join(as_is)} as is"
         for number, line in enumerate(wrap(text, 67)):
             yield f"{'' if number else 'at load':<12} {line}"
 

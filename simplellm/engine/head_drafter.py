@@ -310,7 +310,7 @@ class HeadProposer:
         row = sample = 0
         for number, (request, start, length, samples) in enumerate(scheduled):
             if group.queries == 1 and number == decodes and length > 1:
-                row = group.decodes  # chunks come after all the room for decodes
+                row = group.decodes  # chunks come after all rows for decodes
             drafts = len(request.drafts)
             if samples:
                 pages = manager.tables[request.request_id].groups[0]

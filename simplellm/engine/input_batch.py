@@ -53,7 +53,7 @@ def fill_batch(
         parts = split_chunks(scheduled, queries)
         decodes = len(parts)
     rows = np.arange(len(parts))
-    # Chunks come after all the room for decodes.
+    # Chunks come after all rows for decodes.
     rows[decodes:] += batch.groups[0].decodes - decodes
     tables = [held[chunk.request.request_id] for chunk in parts]
     pages, offsets = block_tables.update(tables)

@@ -118,10 +118,8 @@ class Scheduler(RequestQueues):
             del self.waiting[0]
             self.start_running(request)
             if request.num_cached_tokens is None:
-                request.num_cached_tokens, request.first_scheduled_time = (
-                    request.num_computed_tokens,
-                    time.monotonic(),
-                )
+                request.num_cached_tokens = request.num_computed_tokens
+                request.first_scheduled_time = time.monotonic()
             scheduled.append(self._chunk(request, length))
             promised += request.missing - length
             budget -= length

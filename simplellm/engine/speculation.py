@@ -162,10 +162,8 @@ class DraftBackoff:
     def begin(self) -> None:
         """Back off. After that, one more wrong draft is enough for the next backoff."""
         self.left, self.requests = self.next, 0
-        self.next, self.likelihood = (
-            min(BACKOFF_FACTOR * self.next, BACKOFF_STEPS[1]),
-            SIGNIFICANCE,
-        )
+        self.next = min(BACKOFF_FACTOR * self.next, BACKOFF_STEPS[1])
+        self.likelihood = SIGNIFICANCE
 
     def pass_step(self, requests: int) -> None:
         """Count a step of so many requests; twice or half as many end the backoff."""

@@ -130,10 +130,8 @@ def build(
     def optional(name: str) -> Any:
         return take(name) if name in names else None
 
-    embed_tokens, positions = (
-        take("embed_tokens.weight"),
-        optional("embed_positions.weight"),
-    )
+    embed_tokens = take("embed_tokens.weight")
+    positions = optional("embed_positions.weight")
     post = None
     layers = []
     for index, (cos, sin) in enumerate(layer_rotations(config, embed_tokens.device)):

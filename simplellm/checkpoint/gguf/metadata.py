@@ -298,15 +298,13 @@ def llama3_scaling(
 
 def gemma(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """What llama.cpp knows of Gemma 3, and what newer files say."""
-    layers, pattern = fields["block_count"], fields.get(
-        "attention.sliding_window_pattern", GEMMA_PATTERN
-    )  # fmt: skip
+    pattern = fields.get("attention.sliding_window_pattern", GEMMA_PATTERN)
     if isinstance(pattern, list):  # true for a layer with a window
         kinds = "full_attention", "sliding_attention"
         layout = {"layer_types": [kinds[bool(local)] for local in pattern]}
     else:
         layout = {"sliding_window_pattern": pattern}
-    largest = layers == GEMMA_LARGEST
+    largest = fields["block_count"] == GEMMA_LARGEST
     head_dim = fields.get("attention.key_length")
     wide = fields["embedding_length"] // fields["attention.head_count"]
     return {

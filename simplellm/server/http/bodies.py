@@ -217,11 +217,10 @@ class Body(Part):
         fields = {}
         for key, value in data.items():
             if key in known:
-                if value is not None and not context.strict:
+                if not context.strict:
                     value = number_in(value) if key in numbers else whole_number(value)
-                    value = (
-                        bool(value) if key in switches and value in (0, 1) else value
-                    )
+                    if key in switches and value in (0, 1):
+                        value = bool(value)
                 if value is not None:
                     fields[key] = value
                 continue
@@ -652,17 +651,8 @@ def parse_json(raw: bytes) -> Any:
     try:
         return orjson.loads(mended)
     except ValueError:
-        utf8 = "" if is_utf8(raw) else " in UTF-8"
-        message = f"the body is not JSON{utf8}: {wrong}"
+        message = f"the body is not JSON in UTF-8: {wrong}"
         raise APIError(400, message, code="invalid_json") from None
-
-
-def is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def checked_samples(requests: list[RequestSpec], n: int) -> list[RequestSpec]:

@@ -13,26 +13,13 @@ from simplellm import __version__
 from simplellm.server.http.bodies import Body, SampledBody, Sampling
 from simplellm.server.http.endpoint import Call, Endpoint, Service
 from simplellm.server.http.errors import anthropic_form, openai_form
-from simplellm.server.http.response_schemas import TEXT, object_of, one
+from simplellm.server.http.response_schemas import TEXT, TEXT_OR_NULL, object_of, one
 
 REFERENCE = "#/components/schemas/{model}"
 SHARED = {
-    "Error": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                },
-            }
-        },
-    },
+    "Error": object_of(
+        error=object_of(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=TEXT_OR_NULL)
+    ),
     "AnthropicError": object_of(
         type=one("error"),
         error=object_of({"details": {"type": "object"}}, type=TEXT, message=TEXT),
@@ -185,9 +172,8 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     schemas: dict[str, Any] = dict(SHARED)
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
-        paths.setdefault(path, {})[endpoint.method.lower()] = operation_of(
-            endpoint, service.strict
-        )
+        operation = operation_of(endpoint, service.strict)
+        paths.setdefault(path, {})[endpoint.method.lower()] = operation
         if (body := endpoint.body) is not None:
             bodies = schemas_of_body(body, service.strict)
             properties = bodies[body.__name__]["properties"]

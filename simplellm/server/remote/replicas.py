@@ -101,9 +101,7 @@ class Replicas(EngineBase):
         self.slots = [ReplicaSlot(spawn) for spawn in spawns]
         self.queue: queue.Queue[Event] = queue.Queue(MOST_EVENTS)
         self.events = EventStream(self._events())
-        self.phases = iter(
-            range(2)
-        )  # of loading, as `RemoteEngine.wait_loaded` has them
+        self.phases = iter((0, 1))  # of loading, as in `RemoteEngine.wait_loaded`
         self.pool = ThreadPoolExecutor(2 * len(spawns))  # for questions to all of them
         self.slot_of: dict[int, ReplicaSlot] = {}  # of requests that haven't ended
         self.pending: dict[int, PendingRequest] = {}  # those that haven't begun
