@@ -105,7 +105,7 @@ class Checkpoint:
         views = self._views(ours, held)
         if (form := self.config.formats.get(ours)) is None:
             return [view.mT if self._table[ours].turned else view for view in views]
-        return decode_weights(form, views)
+        return [*decode_weights(form, views)]
 
     def names(self) -> list[str]:
         return list(self._stored)
