@@ -6,7 +6,7 @@ What to install: see tools/record_real.py.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,6 +68,7 @@ class Real:
 
     name: str
     license: str
+    package: str  # with its version
     file: Path
     formats: tuple[str, ...]  # that its sizes allow
 
@@ -83,10 +84,13 @@ class Real:
 
 def find_smollm2() -> Real | None:
     """SmolLM2, where its package is installed."""
-    file = PACKAGED["smollm2"].find()
+    packaged = PACKAGED["smollm2"]
+    file = packaged.find()
     if file is None:
         return None
-    return Real("SmolLM2-135M-Instruct", "Apache-2.0", file, ("int8", "mxfp4"))
+    package = f"{packaged.package} {version(packaged.package)}"
+    formats = "int8", "mxfp4"
+    return Real("SmolLM2-135M-Instruct", "Apache-2.0", package, file, formats)
 
 
 def find_gemma(folder: Path) -> Real | None:
@@ -103,8 +107,9 @@ def find_gemma(folder: Path) -> Real | None:
     with target.open("wb") as file:
         for number, part in enumerate(parts):
             file.write((part / f"data/{target.name}.part{number:02}").read_bytes())
+    package = f"{GEMMA} {version(f'{GEMMA}-part1')}"
     license = "Gemma Terms of Use"
-    return Real("Gemma 3 270M", license, target, ("fp8", "mxfp4"))
+    return Real("Gemma 3 270M", license, package, target, ("fp8", "mxfp4"))
 
 
 def theirs_of(model: Real) -> Any:

@@ -265,14 +265,19 @@ def test_what_engines_join_has_one_format(tmp_path, format, columns):
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o027])
 def test_files_get_the_mode_that_is_asked_for(umask, tmp_path):
+    """Those that are copied, too, whatever theirs is."""
+    write_checkpoint(tmp_path / "dense", TINY, quantized=False)
+    card = tmp_path / "dense/README.md"
+    card.touch()
+    card.chmod(0o604)
     before = os.umask(umask)
     try:
-        write_checkpoint(tmp_path / "dense", TINY, quantized=False)
         quantize_checkpoint(tmp_path / "dense", tmp_path / "out", "mxfp4")
     finally:
         os.umask(before)
-    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
-    assert modes == {0o666 & ~umask}
+    files = [*(tmp_path / "out").iterdir()]
+    assert card.name in [file.name for file in files]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
 
 
 def test_tiles_that_fit_nowhere_are_named(tmp_path):

@@ -38,7 +38,11 @@ from simplellm.checkpoint.gguf.container import open_container
 from simplellm.checkpoint.int4 import has_int4_product
 from simplellm.text.dialects.dialect import load_tokenizer_and_dialect
 
-pytestmark = [pytest.mark.real, pytest.mark.usefixtures("quiet_transformers")]
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(1800),  # the machine may be busy
+    pytest.mark.usefixtures("quiet_transformers"),
+]
 
 DATA = Path(__file__).parent / "data"
 TOKENS = 1000
@@ -100,6 +104,7 @@ def test_logits_and_texts_are_transformers(pair: Pair, record_property: Any) -> 
     assert alone.token_ids == texts[0].token_ids  # beside nine others, and alone
     record_property("model", pair.model.name)
     record_property("license", pair.model.license)
+    record_property("package", pair.model.package)
     record_property("format", pair.model.stored)
     record_property("tokens", TOKENS)
     record_property("worst_error", error)
@@ -134,7 +139,6 @@ def test_weights_that_stay_packed_cost_next_to_nothing(smollm2: LLM) -> None:
     assert lost < 3e-3  # the mean divergence from the exact probabilities, in nats
 
 
-@pytest.mark.timeout(1800)
 def test_texts_are_llama_cpps(
     smollm2: LLM, tmp_path: Path, record_property: Any
 ) -> None:

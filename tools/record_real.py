@@ -77,6 +77,7 @@ def row(properties: dict[str, Any], where: str) -> dict[str, Any]:
     return {
         "model": properties["model"],
         "license": properties["license"],
+        "package": properties["package"],
         "format": properties["format"],
         "where": where,
         "tokens_per_second": float(properties.get("tokens_per_second", 0)) or None,

@@ -335,15 +335,15 @@ def speed_of(family: str, figures: Path) -> str:
 
 
 REAL = "real-weights"
-REAL_HEADERS = "model license format where compared".split()
+REAL_HEADERS = "model license package format where compared".split()
 
 
 def real(figures: Path) -> str:
     """What ran with its published weights, from the record `REAL`, if there is one.
 
-    `{"date": ..., "command": ..., "rows": [{"model": ..., "license": ..., "format":
-    ..., "where": ..., "tokens_per_second": 31.2, "compared": "logits within ..."}]}`,
-    with null for the speed on a machine that was busy. Without any speed there is no
+    `{"date": ..., "command": ..., "rows": [{"model": ..., "license": ..., "package":
+    ..., "format": ..., "where": ..., "tokens_per_second": 31.2, "compared": "logits
+    within ..."}]}`, with null for the speed on a machine that was busy. Without any speed there is no
     column of them.
     """
     if not (figures / f"{REAL}.json").exists():

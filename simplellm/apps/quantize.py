@@ -229,7 +229,7 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
             written[INDEX] = {"metadata": metadata, "weight_map": weight_map}
         for file in source.iterdir():
             if file.is_file() and file.suffix in COPIED and file.name not in written:
-                shutil.copy(file, folder)
+                shutil.copyfile(file, folder / file.name)
         for name, data in written.items():
             (folder / name).write_text(json.dumps(data, indent=2) + "\n", "utf-8")
         Checkpoint(folder)  # says what it should, or nothing is kept

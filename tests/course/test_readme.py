@@ -86,18 +86,18 @@ def test_speeds_of_families_are_those_of_their_records(tmp_path):
 
 def test_published_weights_are_those_of_the_record(tmp_path):
     assert "No model has run" in tables.real(tmp_path)
-    row: dict[str, object] = {"model": "M", "license": "L", "format": "F"}
-    row |= {"where": "W", "tokens_per_second": 31.2, "compared": "C"}
+    row: dict[str, object] = {"model": "M", "license": "L", "package": "P 1"}
+    row |= {"format": "F", "where": "W", "tokens_per_second": 31.2, "compared": "C"}
     record: dict[str, object] = {"date": "D", "command": "X", "rows": [row]}
     record |= {"versions": {"transformers": "5", "gguf": "1"}}
     path = tmp_path / "real-weights.json"
     path.write_text(json.dumps(record))
     said = tables.real(tmp_path)
-    assert "| M | L | F | W | C | 31 |" in said
+    assert "| M | L | P 1 | F | W | C | 31 |" in said
     assert said.endswith("Recorded D with transformers 5 and gguf 1 by `X`.")
     row["tokens_per_second"] = None  # the machine was busy
     path.write_text(json.dumps(record))
-    assert "| M | L | F | W | C |\n" in tables.real(tmp_path)
+    assert "| M | L | P 1 | F | W | C |\n" in tables.real(tmp_path)
     texts: dict[str, object] = {"date": "E", "command": "Y", "model": "M", "texts": 9}
     texts |= {"versions": {"xllamacpp": "7"}, "stored": 4}
     (tmp_path / "llama-cpp-texts.json").write_text(json.dumps(texts))
