@@ -126,6 +126,13 @@ def sparse(kind: str, **changes: Any) -> Case:
 
 
 WINDOW = {"sliding_window": 19}
+GRANITE = {  # an epsilon that can be measured
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.5,
+    "rms_norm_eps": 0.01,
+}
 MOE = {"moe_intermediate_size": 56}
 CASES: dict[str, Callable[[], Case]] = {
     "Llama": lambda: case("Llama", **rope(5e5)),
@@ -171,6 +178,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "SmolLM3 interval": lambda: case(
         "SmolLM3", no_rope_layer_interval=3, tie_word_embeddings=False,
         attention_bias=True, mlp_bias=True,
+    ),
+    "Granite": lambda: case("Granite", **GRANITE, **rope(1e4)),
+    "Granite biases": lambda: case(
+        "Granite", attention_bias=True, mlp_bias=True, residual_multiplier=0.5,
+        tie_word_embeddings=True,
     ),
     "GPT2": lambda: case("GPT2"),
     "GPT2 untied": lambda: case("GPT2", tie_word_embeddings=False, n_inner=None),

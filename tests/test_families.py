@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 TOLERANCE = 1e-4  # worst relative error of a position's logits in float32
 MAIN = {  # one of each family
     "Llama llama3", "Qwen2 YaRN", "Qwen3", "Mistral windows", "Mixtral",
-    "Qwen3-MoE unnormed", "Gemma3", "SmolLM3", "GPT2",
+    "Qwen3-MoE unnormed", "Gemma3", "SmolLM3", "Granite", "GPT2",
 }  # fmt: skip
 IDS = torch.randint(101, (150,), generator=torch.Generator().manual_seed(1))
 ENGINE = EngineConfig(
@@ -526,6 +526,10 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
     "every so many": (
         "SmolLM3", given(no_rope_layers=None, no_rope_layer_interval=0),
         "no_rope_layer_interval is 0; expected 1",
+    ),
+    "a multiplier": (
+        "Granite", given(residual_multiplier=0),
+        "residual_multiplier is 0; expected more than 0",
     ),
     "a name of ours": ("Qwen3", given(norm_offset=1.0), "norm_offset is 1.0; expected"),
     "what another family reads": (

@@ -16,7 +16,7 @@ from test_mutations import TILED
 
 from simplellm.api.load import load_model
 from simplellm.checkpoint import checkpoint
-from simplellm.checkpoint.families import family, qwen2, smollm3
+from simplellm.checkpoint.families import family, granite, qwen2, smollm3
 from simplellm.model import (
     attention,
     build,
@@ -227,6 +227,23 @@ MISTAKES = {
     "SmolLM3 interval": {
         "counted from 0": Mutation(
             smollm3.without_rope, "(n + 1) % every", "n % every"
+        ),
+    },
+    "Granite": {
+        "embedding not multiplied": Mutation(
+            granite.multiplied, "embedding / residual", "1 / residual"
+        ),
+        "what layers add not multiplied": Mutation(
+            granite.multiplied, "embedding / residual", "embedding"
+        ),
+        "epsilon as it is": Mutation(granite.multiplied, " / residual**2", ""),
+        "scores by head_dim": Mutation(granite.multiplied, "attention**-2", "None"),
+        "scores by its root": Mutation(granite.multiplied, "**-2", "**-1"),
+        "scores multiplied twice": Mutation(
+            rotations.rotations, "score_scale(config) ** 0.5", "score_scale(config)"
+        ),
+        "logits not divided": Mutation(
+            build.plain_norm, "1 / config.logits_scaling", "1"
         ),
     },
     "GPT2": {

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import GEMMA_ROPE, case, change, put, rewrite, rope, sparse, write
+from families import (
+    GEMMA_ROPE,
+    GRANITE,
+    case,
+    change,
+    put,
+    rewrite,
+    rope,
+    sparse,
+    write,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -57,6 +67,7 @@ CASES = {
     "Mixtral": lambda: sparse("Mixtral", **SIZES | rope(1e6)),
     "Qwen2": lambda: case("Qwen2", **SIZES | rope(1e6)),
     "SmolLM3": lambda: case("SmolLM3", **SIZES, no_rope_layers=[0, 1]),
+    "Granite": lambda: case("Granite", **SIZES, **GRANITE),
     "Mistral": lambda: case("Mistral", **SIZES, sliding_window=None),
     "Gemma3": lambda: case("Gemma3", **SIZES, **GEMMA_ROPE, sliding_window=19),
 }

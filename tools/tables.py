@@ -343,8 +343,8 @@ def real(figures: Path) -> str:
 
     `{"date": ..., "command": ..., "rows": [{"model": ..., "license": ..., "package":
     ..., "format": ..., "where": ..., "tokens_per_second": 31.2, "compared": "logits
-    within ..."}]}`, with null for the speed on a machine that was busy. Without any speed there is no
-    column of them.
+    within ..."}]}`, with null for the speed on a machine that was busy. Without any
+    speed there is no column of them.
     """
     if not (figures / f"{REAL}.json").exists():
         return "No model has run here with its published weights yet."

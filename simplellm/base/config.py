@@ -386,9 +386,10 @@ class ModelConfig:
     dense_intermediate_size: int | None = declared(None)  # None: intermediate_size
     held_experts: range | None = None  # of several ranks, this one's; None: all
     norm_offset: float = declared(0.0, low=0)  # added to the weights of all norms
-    # Scores are divided by its root; None: head_dim. Needs norms of q and k.
+    # Scores are divided by its root; None: head_dim.
     query_pre_attn_scalar: float | None = declared(None, above=0, high=1e9)
     embedding_scale: float = declared(1.0, above=0, high=1e9)  # of a token's row
+    logits_scaling: float = declared(1.0, above=0, high=1e9)  # logits are divided by it
     learned_positions: bool = False  # are added to it, in place of RoPE
     # Of the sliding layers, which are not stretched then; None: as the others.
     local_rope_theta: float | None = declared(None, above=1, high=1e18)

@@ -22,7 +22,7 @@ from simplellm.model.layers import (
 )
 from simplellm.model.model import Model
 from simplellm.model.ops import Ops
-from simplellm.model.rotations import rotations
+from simplellm.model.rotations import rotations, score_scale
 
 # Gives a weight by its name, on the right device: a Tensor, or what is packed. Below
 # `build` it gives None for one that the model does not have.
@@ -41,12 +41,14 @@ def plain_norm(weight: Tensor, name: str, config: ModelConfig) -> Tensor:
     """The float32 weight of a norm as the operations want it, whatever the family's.
 
     It may be stored less 1. And where scores aren't divided by the root of head_dim,
-    the norm of q makes up for it: all that follows up to the scores is linear.
+    the norm of q makes up for it: all that follows up to the scores is linear. So does
+    the last norm for logits that are divided by a number.
     """
     if not name.endswith(".weight"):
         return weight
-    queries, scalar = name.endswith("q_norm.weight"), config.query_pre_attn_scalar
-    factor = (config.head_dim / scalar) ** 0.5 if queries and scalar else 1.0
+    factor = 1 / config.logits_scaling if name == "norm.weight" else 1.0
+    if name.endswith("q_norm.weight"):
+        factor = score_scale(config)
     return (weight + config.norm_offset) * factor
 
 

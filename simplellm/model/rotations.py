@@ -33,9 +33,19 @@ def stretched_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     return plain / scaling.factor * (1 - keep) + plain * keep, 1.0
 
 
+def score_scale(config: ModelConfig) -> float:
+    """What scores are multiplied by, beside being divided by the root of head_dim."""
+    return (config.head_dim / (config.query_pre_attn_scalar or config.head_dim)) ** 0.5
+
+
 def rotations(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, float32 [positions, D/2] each."""
+    """cos and sin of every position's angles, float32 [positions, D/2] each.
+
+    Where no norm of q can have the scale of the scores, these do, of q and k alike.
+    """
     frequencies, concentration = stretched_frequencies(config)
+    if not any(name.ours.endswith("q_norm.weight") for name in config.names):
+        concentration *= score_scale(config) ** 0.5
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angles = positions.to(device)[:, None] * frequencies.to(device)
     return angles.cos() * concentration, angles.sin() * concentration

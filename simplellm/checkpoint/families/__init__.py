@@ -6,7 +6,7 @@ and a case of an operation in `model/ops.py`; the forward pass stays as it is.
 
 `decoder.py` has the tensors that most families share. The families: `gpt_oss.py`,
 `llama.py`, `qwen2.py`, `qwen3.py`, `qwen3_moe.py`, `mistral.py`, `mixtral.py`,
-`gemma3.py`, `gpt2.py`, `smollm3.py`.
+`gemma3.py`, `gpt2.py`, `smollm3.py`, `granite.py`.
 """
 
 from dataclasses import replace
@@ -24,6 +24,7 @@ from simplellm.checkpoint.families.family import Data, Family
 from simplellm.checkpoint.families.gemma3 import GEMMA3
 from simplellm.checkpoint.families.gpt2 import GPT2
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS
+from simplellm.checkpoint.families.granite import GRANITE
 from simplellm.checkpoint.families.llama import LLAMA
 from simplellm.checkpoint.families.mistral import MISTRAL
 from simplellm.checkpoint.families.mixtral import MIXTRAL
@@ -36,6 +37,7 @@ from simplellm.checkpoint.formats import format_names, formats, read_quantizatio
 ALL = (
     *(GPT_OSS, QWEN3, QWEN3_MOE, LLAMA, QWEN2, MISTRAL, MIXTRAL, GEMMA3, GPT2),
     SMOLLM3,
+    GRANITE,
 )
 # By what config.json calls its model_type.
 FAMILIES: dict[str, Family] = {
