@@ -646,6 +646,10 @@ MESSAGES: list[tuple[list[Any], list[Any]]] = [
         [USER, called("f"), result([{"type": "text", "text": "x"}, IMAGE])],
         [USER, called("f"), result("x[image_url: this model reads text only]")],
     ),
+    (  # of a tool, as Goose sends them
+        [USER, called("f"), result("x"), asked(IMAGE), asked(IMAGE)],
+        [USER, called("f"), result("x"), PICTURE, PICTURE],
+    ),
     ([USER, result("x", "gone")], [USER, result("x") | {"name": "unknown"}]),
     ([USER, called("f", None)], [USER, called("f", "{}")]),
     ([USER, called("f", "")], [USER, called("f", "{}")]),
@@ -804,6 +808,13 @@ ITEMS: list[tuple[list[Any], list[Any]]] = [
             USER,
             function("f", "{}"),
             OUTPUT | {"output": "[input_image: this model reads text only]x"},
+        ],
+    ),
+    (
+        [USER, function("f", "{}"), OUTPUT, asked({"type": "input_image"})],
+        [
+            *(USER, function("f", "{}"), OUTPUT),
+            USER | {"content": "[input_image: this model reads text only]"},
         ],
     ),
     (

@@ -7,6 +7,7 @@ message of the role "function" brings its result. All tools become functions.
 import json
 import re
 from collections.abc import Container, Mapping, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -264,17 +265,36 @@ def refuse_unread(
 ) -> None:
     """Raise APIError if the user's last message holds nothing but images or files.
 
-    Parts of a type in ``readable`` are text, and so are parts without a type.
+    Parts of a type in ``readable`` are text, and so are parts without a type. Behind a
+    tool's result it is the agent that sends what the tool has made: it may go on.
     """
-    last = messages[-1] if messages else None
-    if not isinstance(last, Mapping) or role_of(last) != "user":
+    unread = [*takewhile(bool, (unread_type(m, readable) for m in reversed(messages)))]
+    if not unread:
         return
-    parts = last.get("content")
+    before = messages[-len(unread) - 1] if len(unread) < len(messages) else None
+    if not is_result(before):
+        where = f"{where}[{len(messages) - 1}].content"
+        message = f"{where} has {unread[0][:50]} and no text; {TEXT_ONLY}"
+        raise APIError(400, message, param=where, code="unsupported_content")
+
+
+def unread_type(message: Any, readable: Container[str]) -> str:
+    """The type of the first part of a user's message without text; else ""."""
+    if not isinstance(message, Mapping) or role_of(message) != "user":
+        return ""
+    parts = message.get("content")
     kinds = [
         part.get("type", "text") if isinstance(part, Mapping) else "text"
         for part in (parts if isinstance(parts, list) else ())
     ]
-    if kinds and all(isinstance(k, str) and k not in readable for k in kinds):
-        where = f"{where}[{len(messages) - 1}].content"
-        message = f"{where} has {kinds[0][:50]} and no text; {TEXT_ONLY}"
-        raise APIError(400, message, param=where, code="unsupported_content")
+    read = not all(isinstance(kind, str) and kind not in readable for kind in kinds)
+    return "" if read or not kinds else kinds[0]
+
+
+def is_result(message: Any) -> bool:
+    """Whether a message of a chat, or an item of a response, is a tool's result."""
+    if not isinstance(message, Mapping):
+        return False
+    kind = message.get("type")
+    ends = isinstance(kind, str) and kind.endswith("_output")
+    return ends or role_of(message) in ("tool", "function")
