@@ -219,7 +219,7 @@ def engine(chapter: int | str | None = None) -> Drawing:
     pages = d.part(8, 516, 314, 116, 60, "Pages", "who holds", "which ones")
     cache = d.part(7, 516, 401, 116, 48, "KV cache", "keys, values")
     d.arrow((574, scheduler.bottom), (574, pages.y))
-    d.note(564, 252, "asks", "for room", anchor="end")
+    d.note(564, 252, "asks", "for pages", anchor="end")
     d.arrow((574, pages.bottom), (574, cache.y))
     d.arrow((attention.right, attention.cy), (cache.x, attention.cy), both=True)
 

@@ -58,7 +58,7 @@ def dispatch() -> Drawing:
     for pair, expert in enumerate(expert_of):
         token, choice = divmod(pair, 2)
         x = groups[token] + (wide + gap) * choice
-        lines = f"expert {expert}", f"share {shares[token][choice]}"
+        lines = f"expert {expert}", f"weight {shares[token][choice]}"
         pairs.append(d.box(x, 80, wide, 42, *lines, color=TOKENS[token]))
         d.arrow((x + wide / 2, tops[token].bottom), (x + wide / 2, 80))
 
@@ -94,7 +94,7 @@ def dispatch() -> Drawing:
         d.text(321, 262 + 15 * i, note, size=11, anchor="middle", color=MUTED)
 
     # And back.
-    label(420, "combine", "weighted", "by shares")
+    label(420, "combine", "a weighted", "sum")
     ends = []
     for token, x in enumerate(groups):
         first, second = expert_of[2 * token : 2 * token + 2]

@@ -233,7 +233,7 @@ def check_7_3(most_taken_back):
     for window, size in ((2, 2), (4, 4), (4, 6), (8, 11), (5, 30)):
         for count in range(1, 50):
             best = most_taken_back(count, window, size)
-            told = f"{count} tokens, a window of {window}, a ring of {size} places"
+            told = f"{count} tokens, a window of {window}, a ring of {size} entries"
             assert 0 <= best < count, f"{told}: at least one token stays, none is added"
             assert all(works(count, window, size, n) for n in range(best + 1)), (
                 f"{told}: with {best} taken back, the next token misses a position in "

@@ -455,9 +455,9 @@ def check_9_1(useful_share):
                 places += batch
         found = useful_share(list(lengths), batch)
         assert abs(found - used / places) < 1e-9, (
-            f"batches of {batch} of {lengths}: {used} of {places} places give a token"
+            f"batches of {batch} of {lengths}: {used} of {places} slots give a token"
             + (
-                ", the empty places of a last batch that is not full included"
+                ", the empty slots of a last batch that is not full included"
                 if len(lengths) % batch
                 else ""
             )

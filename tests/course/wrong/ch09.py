@@ -252,7 +252,7 @@ def narrow_last_batch(lengths, batch):
     return sum(lengths) / sum(len(group) * max(group) for group in groups)
 
 
-@wrong("9.1", "places give a token")
+@wrong("9.1", "slots give a token")
 def one_batch(lengths, batch):
     return sum(lengths) / (len(lengths) * max(lengths))
 
