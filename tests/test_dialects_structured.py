@@ -292,23 +292,25 @@ def test_arguments_in_xml_fit_their_schema(opened: dict[str, Opened]) -> None:
         "additionalProperties": False,
         "$defs": {"day": {"type": "integer", "maximum": 7}},
     }
-    grammar = own.turn(None, [Tool("f", "", schema, strict=True)], "required")
 
     def call(**given: str) -> str:
         some = (f"<parameter={key}>\n{given[key]}\n</parameter>\n" for key in given)
         return f"<tool_call>\n<function=f>\n{''.join(some)}</function>\n</tool_call>"
 
-    assert own.fits(grammar, call(text="a\n\n</b>", days="7"))
-    assert own.fits(grammar, call(text="", unit="F", days="7"))
-    for wrong in (
-        call(text="a", days="8"),
-        call(text="a", days="one"),
-        call(text="a", unit="K", days="7"),
-        call(text="a"),
-        call(text="a", days="7", more="b"),
-    ):
-        assert not own.fits(grammar, wrong)
-    free = own.turn(None, [Tool("f", "", schema)], "required")
+    for strict in (True, False):  # a call that has to come fits anyway
+        tool = Tool("f", "", schema, strict=strict)
+        grammar = own.turn(None, [tool], "required")
+        assert own.fits(grammar, call(text="a\n\n</b>", days="7"))
+        assert own.fits(grammar, call(text="", unit="F", days="7"))
+        for wrong in (
+            call(text="a", days="8"),
+            call(text="a", days="one"),
+            call(text="a", unit="K", days="7"),
+            call(text="a"),
+            call(text="a", days="7", more="b"),
+        ):
+            assert not own.fits(grammar, wrong)
+    free = own.turn(None, [Tool("f", "", None)], "required")
     assert own.fits(free, call(more="b")) and own.fits(free, call())
     assert not own.fits(free, call().replace("=f", "=g"))
     properties["text"] = {"type": "string", "pattern": "a+"}

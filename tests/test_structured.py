@@ -138,7 +138,7 @@ def test_a_turn_with_a_format() -> None:
 def test_a_turn_with_tools() -> None:
     tools = [ADD, FIND, FREE]
     fitting = [*call("add", '{"result":5}'), *call("find", '{"city": "Rome"}', "")]
-    fitting += call("note", '{"anything": [1, {}]}', JSON)
+    anything = call("note", '{"anything": [1, {}]}', JSON)
     wrong = [*call("add", '{"city": "Rome"}'), *call("find", '{"city": "Bonn"}')]
     wrong += [*call("note", "[]"), *call("other", "{}"), *call("ad", '{"result":5}')]
     wrong += [call("add", '{"result":5}')[0].replace("<|call|>", "<|end|>")]
@@ -146,6 +146,7 @@ def test_a_turn_with_tools() -> None:
     for choice, answers in ((None, True), ("auto", True), ("required", False)):
         start = turn(None, tools, choice)
         assert all(fits(start, THOUGHT + one) for one in fitting)
+        assert all(fits(start, one) == answers for one in anything)
         assert not any(fits(start, THOUGHT + one) for one in wrong)
         assert fits(start, text) == answers
     start = turn(None, tools, "required")
@@ -161,7 +162,7 @@ def test_a_turn_with_tools() -> None:
         {"type": "function", "name": "add"},
     ):
         start = turn(None, tools, named)
-        assert [fits(start, one) for one in fitting] == [True, True] + [False] * 4
+        assert [fits(start, one) for one in fitting] == [True, True] + [False] * 2
         assert not fits(start, text)
 
 
@@ -708,6 +709,34 @@ def test_what_a_chat_is_refused(
         input_processor.process_chat(HELLO, max_tokens=4, **options)
     assert getattr(caught.value, "param", None) == param, caught.value
     assert word in str(caught.value), caught.value
+
+
+UNHELD: list[Any] = [
+    None,
+    {},
+    {"type": "object", "not": {"required": ["a"]}},
+    {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}},
+    # What llguidance alone refuses.
+    {
+        "type": "object",
+        "properties": {"a": {"oneOf": [{"minimum": 1}, {"minimum": 2}]}},
+        "required": ["a"],
+    },
+]
+
+
+@pytest.mark.parametrize("schema", UNHELD, ids=str)
+def test_a_call_that_has_to_come_fits_what_can_be_held(
+    input_processor: InputProcessor, schema: Any
+) -> None:
+    """Of a tool that isn't strict: else it's any object."""
+    must: dict[str, Any] = {"tool_choice": "required"}
+    asked = input_processor.process_chat(HELLO, tools=[Tool("f", "", schema)], **must)
+    assert asked.grammar is not None
+    if schema:
+        strict = Tool("f", "", schema, strict=True)
+        with pytest.raises(ValueError, match=r"tools\[0\]\.parameters"):
+            input_processor.process_chat(HELLO, tools=[strict], **must)
 
 
 def test_a_turn_has_only_so_many_tools() -> None:

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any
 
@@ -106,12 +107,16 @@ def named_tools(choices: Sequence[Any], tools: Sequence[Tool]) -> list[Tool]:
     return [tool for tool in tools if tool.name in names]
 
 
-def arguments_rules(tool: Tool, where: str) -> Rules:
+def arguments_rules(tool: Tool, where: str, held: bool = False) -> Rules:
     """The rules of a tool's arguments: its schema if it is ``strict``, else any object.
 
-    Raises ValueError as `schema_rules`, or if they would be no object.
+    With ``held`` it's its schema where that can be. Raises ValueError as
+    `schema_rules`, or if they would be no object.
     """
     if not tool.strict:
+        if held and tool.parameters:
+            with suppress(TypeError, ValueError):
+                return arguments_rules(replace(tool, strict=True), where)
         return schema_rules(OBJECT, where)
     schema = tool.parameters or OBJECT | {"additionalProperties": False}
     kind = schema.get("type") if isinstance(schema, dict) else schema
@@ -121,10 +126,14 @@ def arguments_rules(tool: Tool, where: str) -> Rules:
 
 @dataclass(frozen=True)
 class Constraint:
-    """The text of a grammar; ``parts`` are its rules by what asks for them."""
+    """The text of a grammar; ``parts`` are its rules by what asks for them.
+
+    ``looser`` is what to fit where that one can't be compiled, if that will do.
+    """
 
     text: str
     parts: Mapping[str, Rules]
+    looser: "Constraint | None" = None
 
 
 def text_constraint(
@@ -161,7 +170,31 @@ def turn_constraint(
 
     ``answer`` is a response_format; ``grammar`` makes one of the rules of
     an answer and of calls. With ``alone`` one is needed where there are tools, even if
-    nothing else is asked of their calls. Raises TypeError or ValueError.
+    nothing else is asked of their calls. A call that has to come fits its tool's schema
+    where that can be held. Raises TypeError or ValueError.
+    """
+    asked = answer, tools, choice, outputs, grammar, alone
+    looser = loose_constraint(*asked)
+    if looser is not None and callable_tools(choice, tools)[1]:
+        with suppress(TypeError, ValueError):
+            held = loose_constraint(*asked, held=True)
+            if held is not None and held.text != looser.text:
+                return replace(held, looser=looser)
+    return looser
+
+
+def loose_constraint(
+    answer: Format | None,
+    tools: Sequence[Tool],
+    choice: Any,
+    outputs: StructuredOutputs | None,
+    grammar: Callable[[Rules | None, Mapping[str, Rules]], str],
+    alone: bool,
+    held: bool = False,
+) -> Constraint | None:
+    """`turn_constraint`, with calls of any arguments unless their tool is strict.
+
+    With ``held`` all tools are, as far as they can be.
     """
     some, must = callable_tools(choice, tools)
     parts = answer_parts(outputs, answer)
@@ -179,7 +212,7 @@ def turn_constraint(
         if tool.name not in names:
             continue
         where = f"tools[{number}].parameters"
-        parts[where] = calls[tool.name] = arguments_rules(tool, where)
+        parts[where] = calls[tool.name] = arguments_rules(tool, where, held)
         # At each of them, since to check those that are too many takes its time, too.
         length += len(rules_text(parts[where]))
         expected = f"at most {most} characters"

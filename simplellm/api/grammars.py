@@ -68,6 +68,8 @@ class GrammarCompiler:
                 self.compile(rules_text(outputs))
             return grammar
         except GrammarError as error:
+            if constraint.looser is not None:
+                return self.compile_constraint(constraint.looser)
             wrong = f"{name}: {error}"
         for part, rules in parts.items():
             if (reason := refusal(rules, self.compile_anew)) is not None:
