@@ -739,6 +739,21 @@ def test_a_call_that_has_to_come_fits_what_can_be_held(
             input_processor.process_chat(HELLO, tools=[strict], **must)
 
 
+def test_a_call_that_has_to_come_has_no_arguments_without_a_name() -> None:
+    """Unless its schema may name more, or has them by itself."""
+    open_one = {name: CITY[name] for name in ("type", "properties", "required")}
+    more = call("note", '{"city":"Rome","more":1}', JSON)
+    for schema, allowed in (
+        (open_one, False),
+        (open_one | {"additionalProperties": True}, True),
+        (open_one | {"patternProperties": {"^m": {}}}, True),
+        (open_one | {"properties": {}, "required": []}, True),
+    ):
+        start = turn(None, [Tool("note", "", schema)], "required")
+        assert all(fits(start, one) == allowed for one in more), schema
+        assert all(fits(start, one) for one in call("note", '{"city":"Rome"}', JSON))
+
+
 def test_a_turn_has_only_so_many_tools() -> None:
     many = [Tool(f"f{number}", "", None) for number in range(129)]
     assert turn_constraint(None, many, None, None) is None, "free, they may be more"

@@ -22,6 +22,9 @@ from simplellm.text.harmony.turn import FREE, Rules, turn_grammar
 
 OBJECT = {"type": "object"}
 MAX_CALLS = 128  # tools that one grammar tells apart; as with OpenAI
+# Keywords that may name arguments beside those of "properties".
+MORE_PROPERTIES = {"allOf", "anyOf", "oneOf", "if", "$ref", "patternProperties"}
+MORE_PROPERTIES |= {"dependentSchemas", "dependencies", "propertyNames"}
 FORMAT_NAME = re.compile(r"[\w-]{1,64}")  # as with OpenAI
 
 
@@ -116,12 +119,26 @@ def arguments_rules(tool: Tool, where: str, held: bool = False) -> Rules:
     if not tool.strict:
         if held and tool.parameters:
             with suppress(TypeError, ValueError):
-                return arguments_rules(replace(tool, strict=True), where)
+                named = with_named_only(tool.parameters)
+                return arguments_rules(
+                    replace(tool, parameters=named, strict=True), where
+                )
         return schema_rules(OBJECT, where)
     schema = tool.parameters or OBJECT | {"additionalProperties": False}
     kind = schema.get("type") if isinstance(schema, dict) else schema
     expect(kind == "object", f"{where}.type", kind, "'object' of a strict tool")
     return schema_rules(schema, where)
+
+
+def with_named_only(schema: Any) -> Any:
+    """The ``schema`` of arguments without any that it doesn't name, if it names all.
+
+    Functions have no others, though most schemas don't say so.
+    """
+    if not isinstance(schema, Mapping) or not schema.get("properties"):
+        return schema
+    whole = not schema.keys() & MORE_PROPERTIES
+    return {"additionalProperties": False, **schema} if whole else schema
 
 
 @dataclass(frozen=True)
