@@ -714,3 +714,63 @@ def test_copies_are_made_in_order_and_in_all_layers() -> None:
     found.copy([(0, 1), (2, 0), (1, 3)])
     for tensor in (*found.keys, *found.values):
         assert tensor[:, 0, 0, 0].tolist() == [2, 0, 2, 0, 4]
+
+
+class Thorough(PageManager):
+    """Looks at everything each time."""
+
+    def allocate(self, sequence, length):
+        self.tables[sequence].settled = 0
+        return super().allocate(sequence, length)
+
+    def commit(self, sequence, tokens, length):
+        self.tables[sequence].settled = 0
+        super().commit(sequence, tokens, length)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_what_is_skipped_would_change_nothing(window, enable_caching):
+    """Of tokens that come one by one, each unknown at first, forked and taken back."""
+    options = {"window": window, "enable_caching": enable_caching}
+    managers = [kind(64, 4, **options) for kind in (PageManager, Thorough)]
+    chance = random.Random(0)
+    texts: dict[int, list[int]] = {}
+    for number in range(600):
+        name = chance.choice([*texts, -1])
+        act = "add" if name < 0 else chance.choice(["step"] * 12 + ["fork", "back"])
+        length = len(texts.get(name, ()))
+        if act == "back" and length < 2:
+            act = "step"
+        if length > 30 or (act in ("add", "fork") and len(texts) == 4):
+            act, name = "remove", name if name >= 0 else chance.choice([*texts])
+        if act == "add":
+            texts[number] = [chance.randrange(3) for _ in range(chance.randint(2, 9))]
+        for manager in managers:
+            if act == "add":
+                text = texts[number]
+                manager.add(number, text)
+                assert manager.allocate(number, len(text))
+                manager.commit(number, text, len(text))
+            elif act == "step":
+                text = texts[name]
+                assert manager.allocate(name, length + 1)
+                manager.commit(name, [*text, -1], length + 1)
+            elif act == "fork":
+                manager.fork(name, number)
+            elif act == "back":
+                manager.truncate(name, length - 1)
+            else:
+                manager.remove(name)
+        if act == "step":
+            texts[name].append(chance.randrange(3))
+        elif act == "fork":
+            texts[number] = [*texts[name]]
+        elif act == "back" and managers[0].tables[name].num_computed_tokens < length:
+            texts[name].pop()
+        elif act == "remove":
+            del texts[name]
+        first, second = managers
+        assert first.snapshot() == second.snapshot()
+        assert first.page_of == second.page_of
+        assert first.take_copies() == second.take_copies()

@@ -73,9 +73,9 @@ class TextReply(BaseReply):
 
     def _read(self) -> None:
         """Make text of all tokens that wait for it."""
-        if self._decoder is not None:
+        if self._decoder is not None and self._unread:
             unread, self._unread = self._unread, []
-            self._texts += map(self._decoder.push, unread)
+            self._texts.append(self._decoder.push_all(unread))
 
     def push(self, event: Event) -> list[RequestOutput]:
         """What ``event`` adds, in complete characters: one part."""

@@ -91,7 +91,7 @@ class Engine(EngineBase):
                 if (so_far := request.prompt_logprobs) is not None:
                     so_far += entries[len(so_far) - first :]  # some may come again
             logprobs = {}
-            if any(scores is not None for scores in output.logprobs):
+            if any(output.logprobs):
                 sampling = [c.request.request_id for c in scheduled if c.samples]
                 logprobs = dict(zip(sampling, output.logprobs, strict=True))
             self.emit(
@@ -116,14 +116,23 @@ class Engine(EngineBase):
         """What became of a request."""
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
-        # They leave once, and nothing of the prompt is scored again.
-        scores, request.prompt_logprobs = request.prompt_logprobs, None
+        if (scores := request.prompt_logprobs) is not None:
+            # They leave once, and nothing of the prompt is scored again.
+            request.prompt_logprobs = None
         fields = (  # in order: by name, or checked, they would take three times as long
-            *(request.request_id, tokens, logprobs, request.finish_reason, error, now),
-            *(request.num_cached_tokens or 0, scores, request.preemptions),
-            *(request.first_scheduled_time, request.draft_counts or None),
+            request.request_id,
+            tokens,
+            logprobs,
+            request.finish_reason,
+            error,
+            now,
+            request.num_cached_tokens or 0,
+            scores,
+            request.preemptions,
+            request.first_scheduled_time,
+            request.draft_counts or None,
         )
-        return Event._make(fields)
+        return tuple.__new__(Event, fields)
 
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Start a step. One that fails is tried again, without the request to blame.

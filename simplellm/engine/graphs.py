@@ -43,9 +43,9 @@ class CaptureShape(NamedTuple):
     @classmethod
     def of(cls, scheduled: Sequence[ScheduledChunk]) -> "CaptureShape":
         """The shape of a step without any padding."""
-        rows = len(scheduled)
-        decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), rows)
-        tokens = sum(chunk.length for chunk in scheduled)
+        lengths = [chunk.length for chunk in scheduled]
+        rows, tokens = len(lengths), sum(lengths)
+        decodes = next((n for n, length in enumerate(lengths) if length > 1), rows)
         return cls(tokens, decodes, rows - decodes)
 
     @classmethod

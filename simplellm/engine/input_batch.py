@@ -4,6 +4,7 @@ All is done for all rows at once where that can be: a call costs more than a num
 """
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from simplellm.base.request import UNKNOWN
 from simplellm.engine.block_tables import BlockTables
 from simplellm.engine.page_pool import PageTable
 from simplellm.engine.scheduler import ScheduledChunk
+
+DRAFTS = attrgetter("drafts")
 
 
 def split_chunks(
@@ -49,25 +52,29 @@ def fill_batch(
         return
     parts = scheduled
     tokens, positions = step_tokens(scheduled, sampling)
+    requests, starts, sizes, samples = zip(*scheduled, strict=True)
+    lengths = np.array(sizes)
+    counts: Any = lengths
     if queries > 1:
         parts = split_chunks(scheduled, queries)
         decodes = len(parts)
+        _, starts, counts, _ = zip(*parts, strict=True)
     rows = np.arange(len(parts))
     # Chunks come after all rows for decodes.
     rows[decodes:] += batch.groups[0].decodes - decodes
     tables = [held[chunk.request.request_id] for chunk in parts]
     pages, offsets = block_tables.update(tables)
-    _, starts, counts, _ = zip(*parts, strict=True)
     count = len(tokens)
     batch.tokens[:count], batch.positions[:count] = tokens, positions
     batch.lengths[rows] = np.add(starts, counts)
     batch.query_start_loc[1 + rows] = counts
     np.cumsum(batch.query_start_loc, out=batch.query_start_loc, dtype=np.int32)
     # The last token of each, and those that its drafts follow.
-    requests, _, lengths, samples = zip(*scheduled, strict=True)
-    ends = np.cumsum(lengths)[[*samples]]
+    ends = np.cumsum(lengths)
+    if not all(samples):
+        ends = ends[[*samples]]
     index = ends - 1
-    if any(request.drafts for request in requests):
+    if any(map(DRAFTS, requests)):
         wanted = [1 + len(chunk.request.drafts) for chunk in scheduled if chunk.samples]
         index = np.arange(sum(wanted)) - np.repeat(np.cumsum(wanted), wanted)
         index += np.repeat(ends, wanted)

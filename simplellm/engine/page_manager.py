@@ -119,6 +119,7 @@ class PageManager(PagePool):
             firsts.append(first)
         computed = len(page_hashes) * size
         table = PageTable(groups, firsts, computed, page_hashes, len(tokens) // size)
+        table.version = next(self.versions)
         self.tables[sequence] = table
         return computed
 
@@ -129,6 +130,9 @@ class PageManager(PagePool):
         token may be negative, which means that it is not known yet.
         """
         table = self.tables[sequence]
+        if table.num_computed_tokens <= length <= table.settled:
+            table.num_computed_tokens = length
+            return
         most = min(len(table.groups[0]) * self.page_size, len(tokens))
         assert table.num_computed_tokens <= length <= most, (sequence, length)
         table.num_computed_tokens = length
@@ -143,10 +147,12 @@ class PageManager(PagePool):
                 self._release(pages[index], behind=True)
                 pages[index] = NULL
             table.first[group] = first
+            table.version = next(self.versions)
 
     def fork(self, parent: int, child: int) -> None:
         """Start ``child`` with all that is computed of ``parent``, in shared pages."""
         table = self.tables[parent]
+        table.settled = 0
         count = -(-table.num_computed_tokens // self.page_size)
         groups = [pages[:count] for pages in table.groups]
         for pages, first in zip(groups, table.first, strict=True):
@@ -158,7 +164,7 @@ class PageManager(PagePool):
             list(table.page_hashes),
             table.prompt_pages,
         )
-        self.tables[child] = PageTable(groups, *copied)
+        self.tables[child] = PageTable(groups, *copied, version=next(self.versions))
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence. What others may share stays until it is evicted."""
@@ -190,7 +196,8 @@ class PageManager(PagePool):
             for page in reversed(pages[count:]):
                 self._release(page)
             del pages[count:]
-        table.num_computed_tokens = length
+        table.num_computed_tokens, table.settled = length, 0
+        table.version = next(self.versions)
         del table.page_hashes[length // self.page_size :]
         return True
 
@@ -200,6 +207,8 @@ class PageManager(PagePool):
         A shared page that the next token would be written to is exchanged for a copy.
         """
         table = self.tables[sequence]
+        if length <= table.settled:
+            return True
         assert length <= self.max_tokens, (sequence, length)
         count = -(-length // self.page_size)
         open_page, filled = divmod(table.num_computed_tokens, self.page_size)
@@ -220,4 +229,8 @@ class PageManager(PagePool):
         for pages in table.groups if missing else ():
             while len(pages) < count:
                 pages.append(self._take())
+        if needed:
+            table.version = next(self.versions)
+        if length > table.num_computed_tokens:
+            table.settled = self._settled(table)
         return True

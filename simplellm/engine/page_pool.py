@@ -6,6 +6,7 @@ Bookkeeping only; no tensors. `PageManager` takes, shares and releases pages by 
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import count
 
 from simplellm.base.config import expect
 from simplellm.engine.snapshot import PagesSnapshot
@@ -25,7 +26,10 @@ class PageTable:
     num_computed_tokens: int  # tokens whose keys and values are in the pages
     page_hashes: list[bytes]  # of the full pages, as far as their tokens are known
     prompt_pages: int  # full pages of the tokens that it began with
-    shortened: int = 0  # times that pages were taken back for what was not computed
+    version: int = 0  # another one after each change of its pages, and no other table's
+    # Up to so many tokens, one more changes nothing but their number: there is room in
+    # a page that nobody else has, and no page gets full or falls behind the window.
+    settled: int = 0
 
 
 class PagePool:
@@ -61,6 +65,7 @@ class PagePool:
         self.max_chunk = max_chunk
         self.tables: dict[int, PageTable] = {}
         self.references = [0] * num_pages
+        self.versions = count(1)
         self.free = list(range(num_pages))[::-1]  # hold nothing that anyone could use
         self.cached: OrderedDict[int, None] = OrderedDict()  # unused, next victim first
         # Prefix-hit pages, or pages the next turn should hit: they keep normal LRU
@@ -72,16 +77,29 @@ class PagePool:
         self.loaded_tokens = 0  # of prefixes, whose pages came back from the host
         self.max_tokens = self._longest()
 
+    def _settled(self, table: PageTable) -> int:
+        """What ``table.settled`` is once there is room for one more token."""
+        size, windows = self.page_size, self.windows
+        full = table.num_computed_tokens // size
+        if self.enable_caching and len(table.page_hashes) < full:
+            return 0  # one still needs a name
+        ends = [
+            (first + 1) * size + window - 2  # then its first page is behind the window
+            for first, window in zip(table.first, windows, strict=True)
+            if window is not None
+        ]
+        return min([(full + 1) * size - 1, *ends])
+
     def _longest(self) -> int:
         """The most tokens that a sequence can have if it is alone."""
-        count = self.num_pages // len(self.windows)
+        most = self.num_pages // len(self.windows)
         if self.windows[-1] is not None and self.max_chunk is not None:
             # At worst the oldest position in view is the last one of its page.
             span = self.windows[-1] - 1 + self.max_chunk
             sliding = (span + self.page_size - 2) // self.page_size + 1
             sliding *= len(self.windows) - 1
-            count = max(count, self.num_pages - sliding)
-        return count * self.page_size
+            most = max(most, self.num_pages - sliding)
+        return most * self.page_size
 
     @property
     def free_pages(self) -> int:

@@ -6,7 +6,7 @@ T packed tokens, B sequences, S of them sampling, V vocabulary.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import le
+from operator import attrgetter, le
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from simplellm.sampling.logprobs import (
 )
 from simplellm.sampling.masks import Mask, Masks
 
+NEEDS_LAST_TOKEN = attrgetter("needs_last_token")
 Flight = Callable[[], StepOutput]  # waits for what a step has sampled
 
 
@@ -192,7 +193,7 @@ class Runner:
         if self.speculative and has_drafts(scheduled):
             rows = [row for chunk in scheduled for row in sample_positions(chunk)]
         self.start_forward(scheduled, rows)
-        if any(row.needs_last_token for row in rows):
+        if any(map(NEEDS_LAST_TOKEN, rows)):
             self.drain()  # the device computes meanwhile
         return self.sample(rows)
 

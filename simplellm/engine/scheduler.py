@@ -139,7 +139,7 @@ class Scheduler(RequestQueues):
                 index += 1
                 if (request.missing == 1) != decodes or not self._ready(request, busy):
                     continue
-                length = self._num_new_tokens(request, budget)
+                length = 1 if decodes else self._num_new_tokens(request, budget)
                 if length and self._make_room(request, length, busy):
                     scheduled.append(self._chunk(request, length))
                     busy.add(request.request_id)

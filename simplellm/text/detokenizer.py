@@ -1,6 +1,7 @@
 """Token ids to text, while they arrive."""
 
 import codecs
+from collections.abc import Iterable
 from functools import partial
 
 from simplellm.text.tokenizer import Tokenizer
@@ -25,7 +26,14 @@ class StreamDecoder:
 
     def push(self, id: int) -> str:
         """The characters that token ``id`` completes."""
-        data = self._pending + self._bytes(id)
+        return self._decode(self._bytes(id))
+
+    def push_all(self, ids: Iterable[int]) -> str:
+        """What `push` returns for one after the other of ``ids``, joined."""
+        return self._decode(b"".join(map(self._bytes, ids)))
+
+    def _decode(self, data: bytes) -> str:
+        data = self._pending + data
         text, used = codecs.utf_8_decode(data, "replace")
         self._pending = data[used:]
         return text
