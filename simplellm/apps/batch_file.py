@@ -144,7 +144,7 @@ def lock(file: IO[bytes], path: Path) -> None:
 def open_results(
     path: Path, requests: Mapping[Id, Line]
 ) -> Iterator[tuple[IO[bytes], dict[Id, bool]]]:
-    """The output, open for more lines, and what it has: True if with an error.
+    """The output, open for more lines, and the ids it has: True for an error.
 
     What is kept of it is copied, and the copy takes its place whole and locked:
     whatever interrupts this leaves the one or the other, and a second writer is
@@ -174,7 +174,7 @@ def is_error(result: Mapping[str, Any]) -> bool:
 
 
 def result_of(line: Line, status: int, body: Any) -> dict[str, Any]:
-    """A line of the output."""
+    """The line of the output for the response to ``line``."""
     name = f"{RESULT_PREFIX}{line.digest}"
     response = {"status_code": status, "request_id": name, "body": body}
     return {
@@ -186,7 +186,7 @@ def result_of(line: Line, status: int, body: Any) -> dict[str, Any]:
 
 
 def generated_tokens(body: Mapping[str, Any]) -> int:
-    """The tokens that were generated for the body of a response."""
+    """How many tokens were generated for the body of a response."""
     usage = body.get("usage") or {}
     return int(usage.get("completion_tokens", usage.get("output_tokens", 0)))
 

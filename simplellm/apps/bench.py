@@ -157,7 +157,7 @@ def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
 def cache_bytes(
     model: ModelConfig, config: EngineConfig, itemsize: int, case: Case
 ) -> int:
-    """Bytes of keys and values that are enough for a case, pages not full included."""
+    """Bytes of keys and values that suffice for a case, with pages partly filled."""
     page = config.page_size
     each = kv_bytes(model, case.length + page, itemsize=itemsize)
     each += kv_bytes(model, page, itemsize=itemsize)
@@ -265,7 +265,7 @@ class Roofline:
 
 
 def milliseconds(times: Sequence[float], share: float) -> float:
-    """A quantile of some times in seconds; nan of none."""
+    """A quantile, in milliseconds, of times in seconds; nan if there are none."""
     value = quantile(times, share)
     return math.nan if value is None else 1e3 * value
 

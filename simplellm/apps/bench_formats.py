@@ -85,7 +85,7 @@ def count_right(llm: Any) -> str:
 
 
 def measure_row(llm: Any, name: str, nbytes: int, asks: bool) -> dict[str, Any]:
-    """A model in one format, on an LLM that does nothing else."""
+    """The row of a model in one format, measured on an LLM that is otherwise idle."""
     bench = Bench(llm, torch.Generator().manual_seed(0))
     cases = [Case("decode", batch, INPUT_LEN, OUTPUT_LEN) for batch in BATCHES]
     steps = [bench.case(case)[0].full_steps(case.batch) for case in cases]

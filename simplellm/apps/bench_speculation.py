@@ -50,7 +50,7 @@ def count_draft_steps(before: Stats, after: Stats) -> list[int]:
 
 
 def expected_seconds(steps: int, drafts: list[int], costs: StepCosts) -> float:
-    """Of ``steps`` for one request, so many of which checked 1, 2, ... ``drafts``."""
+    """The time of one request's ``steps``; ``drafts``: how many checked 1, 2, ..."""
     exactly = [n - more for n, more in pairwise([steps, *drafts, 0])]
     return sum(n * costs(1 + checked) for checked, n in enumerate(exactly))
 
@@ -75,7 +75,7 @@ def time_prompt(llm: Any, prompt: str) -> dict[str, Any]:
 
 
 def fastest(llm: Any, prompt: str) -> dict[str, Any]:
-    """The fastest of some runs: what else the machine does makes none faster."""
+    """The fastest of some runs: nothing else that the machine does speeds one up."""
     return max(
         (time_prompt(llm, prompt) for _ in range(RUNS)), key=lambda r: r["measured"]
     )

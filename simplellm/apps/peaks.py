@@ -18,7 +18,7 @@ def seconds_of(
     # Bound here: what is timed may exchange time.perf_counter, and changes nothing.
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """How long ``work`` takes on a device, once."""
+    """The seconds that ``work`` takes on a device, once."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -60,7 +60,7 @@ def has_whole_tiles(info: TensorInfo, form: NumberFormat) -> bool:
 def choose_formats(
     source: Checkpoint, infos: Mapping[str, TensorInfo], form: NumberFormat
 ) -> Forms:
-    """The format of each tensor: of those that engines join, all have it or none.
+    """The format of each tensor; tensors that engines join all have it, or none has.
 
     Embeddings, heads and routers decide too much for the little that they weigh.
     """
@@ -83,7 +83,7 @@ def choose_formats(
 def round_weight(
     tensor: Tensor, name: str, form: NumberFormat | None
 ) -> dict[str, Tensor]:
-    """What becomes of a tensor ``name``, by name. Raises ValueError for no numbers."""
+    """The tensors that ``name`` becomes, by name; ValueError for NaN and infinity."""
     if form is None:
         return {name: tensor}
     if form is MXFP4_EXPERTS:  # [E, in, out], as the hub has gpt-oss's experts
@@ -106,7 +106,7 @@ def round_weight(
 def round_file(
     infos: Iterable[TensorInfo], data: Any, forms: Forms, progress: tqdm
 ) -> dict[str, Tensor]:
-    """What becomes of a file's tensors, by name; ``data`` is the file."""
+    """The tensors that those of a file become, by name; ``data`` is the file."""
     parts: dict[str, Tensor] = {}
     for info in infos:
         with reraise_as(CheckpointError, info.name):
@@ -180,7 +180,7 @@ def wanted_tiles(form: NumberFormat, format: str, config: ModelConfig) -> str:
 def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, int]:
     """Write the checkpoint ``source`` to the folder ``target`` in a format of TARGETS.
 
-    How many bytes the weights were, and are. Needs memory for what one file becomes.
+    Returns how many bytes the weights were, and are. It needs memory for one new file.
     ``target`` is there once it is complete, and not before. Raises ValueError if it is
     there already, or if ``source`` is no checkpoint that can be rewritten.
     """

@@ -1,4 +1,4 @@
-"""What a benchmark says: its record, and the table, JSON and plot that show it.
+"""Reports of benchmarks: a record, and the table, JSON and plot that show it.
 
 A record is plain data, whether it was measured just now or read from a file.
 """
@@ -76,7 +76,7 @@ def versions() -> dict[str, str | None]:
 def circumstances(
     model: str | None, device: torch.device, command: str
 ) -> dict[str, Any]:
-    """What the record of a measurement begins with."""
+    """The fields that every record of a measurement begins with."""
     return {
         "date": date.today().isoformat(),
         "command": command,
@@ -135,7 +135,7 @@ def show(record: Mapping[str, Any], console: Console) -> None:
 
 
 def tabulate(rows: Sequence[Mapping[str, Any]], columns: Headings) -> Table:
-    """The fields of the rows that are columns of a table."""
+    """A table of ``rows``, with the fields that are in ``columns``."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading, _ in columns.values():
         table.add_column(heading, justify="right")

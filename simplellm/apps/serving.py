@@ -8,23 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from simplellm.apps import options
 from simplellm.apps.install import ensure_installed
-from simplellm.apps.options import (
-    MEMORY,
-    SEVERAL,
-    CacheBytes,
-    CPUCacheBytes,
-    DataParallelSize,
-    Drafts,
-    DType,
-    KVCacheDType,
-    ModelArgument,
-    ParallelSize,
-    Speculative,
-    Where,
-    WholeExperts,
-    Yes,
-)
 from simplellm.apps.screen import Screen
 from simplellm.base.config import MAX_SIZE, EngineConfig, check_number
 from simplellm.server.start import WATCHDOG_TIMEOUT, Options, bind, spawn, spawn_each
@@ -64,14 +49,15 @@ Names = Annotated[
     typer.Option(help="What clients call the model; may be repeated.  [its name]"),
 ]
 Seqs = Annotated[
-    int | None, typer.Option(help="Requests that run at once.", rich_help_panel=MEMORY)
+    int | None,
+    typer.Option(help="Requests that run at once.", rich_help_panel=options.MEMORY),
 ]
 Length = Annotated[
     int | None,
     typer.Option(
         "--max-model-len",
         help="Tokens of a prompt and its answer, at most.  [the model's own limit]",
-        rich_help_panel=MEMORY,
+        rich_help_panel=options.MEMORY,
     ),
 ]
 Engines = Annotated[
@@ -83,7 +69,7 @@ Engines = Annotated[
         "--max-num-seqs is for each.  [one engine]",
         min=1,
         max=MAX_REPLICAS,
-        rich_help_panel=SEVERAL,
+        rich_help_panel=options.SEVERAL,
         show_default=False,
     ),
 ]
@@ -148,7 +134,7 @@ def served_name(model: str | None) -> str:
 
 def serve_model(
     ctx: typer.Context,
-    model: ModelArgument = None,
+    model: options.ModelArgument = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key: Key = None,
@@ -158,22 +144,22 @@ def serve_model(
     grace: Grace = 30.0,
     log_level: LogLevel = "warning",
     access_log: AccessLog = "off",
-    device: Where = None,
-    dtype: DType = None,
-    cache_bytes: CacheBytes = None,
-    cpu_cache_bytes: CPUCacheBytes = 0,
-    kv_cache_dtype: KVCacheDType = "auto",
+    device: options.Where = None,
+    dtype: options.DType = None,
+    cache_bytes: options.CacheBytes = None,
+    cpu_cache_bytes: options.CPUCacheBytes = 0,
+    kv_cache_dtype: options.KVCacheDType = "auto",
     max_model_len: Length = None,
-    speculative: Speculative = None,
-    num_speculative_tokens: Drafts = None,
-    tensor_parallel_size: ParallelSize = 1,
-    data_parallel_size: DataParallelSize = 1,
-    enable_expert_parallel: WholeExperts = False,
+    speculative: options.Speculative = None,
+    num_speculative_tokens: options.Drafts = None,
+    tensor_parallel_size: options.ParallelSize = 1,
+    data_parallel_size: options.DataParallelSize = 1,
+    enable_expert_parallel: options.WholeExperts = False,
     replicas: Engines = None,
     watchdog_timeout: Watchdog = WATCHDOG_TIMEOUT,
     strict: Strict = False,
     allowed_origins: Origins = None,
-    yes: Yes = False,
+    yes: options.Yes = False,
 ) -> int:
     """Serve a chat page, and clients of OpenAI's and Anthropic's APIs.
 
@@ -183,7 +169,7 @@ def serve_model(
     names = {field.name for field in fields(EngineConfig)} & ctx.params.keys()
     config = EngineConfig(**{name: ctx.params[name] for name in names})
     check_seconds(timeout, grace, watchdog_timeout)
-    options = Options(
+    settings = Options(
         names=served_model_name or [served_name(model)],
         key=api_key,
         timeout=timeout,
@@ -203,7 +189,10 @@ def serve_model(
             from simplellm.server.serve import serve
         with LLM.of(load_remote(engine, model, config, **where)) as llm:
             return serve(
-                llm, options, bound, lambda line: screen.write(f"{line}\n", aside=True)
+                llm,
+                settings,
+                bound,
+                lambda line: screen.write(f"{line}\n", aside=True),
             )
 
 

@@ -1,4 +1,4 @@
-"""Traffic: a workload is sent to a server or to an engine; what comes back, and when.
+"""Send a workload to a server or an engine, and note what comes back, and when.
 
 Latencies count from the moment at which a request was due, so that its wait for a slow
 server is part of them, and for a slow client too. Every request has an outcome.
@@ -51,7 +51,7 @@ class Outcome:
     error: str | None = None  # its kind, and after a colon the rest
 
     def push(self, tokens: Sequence[int]) -> None:
-        """These tokens are there, or a part with an unknown number of them."""
+        """Note that these tokens are there, or a part of an unknown number of them."""
         self.tokens += tokens
         self.times += [time.monotonic()] * len(tokens)
 
@@ -80,7 +80,7 @@ Send = Callable[[Arrival, Outcome], Any]
 
 @asynccontextmanager
 async def to_engine(llm: Any) -> AsyncIterator[Send]:
-    """Requests go to an LLM of this process, as a server would hand them on.
+    """A way to send requests to an LLM of this process, as a server would do it.
 
     Raises ValueError without the extra [serve].
     """
@@ -104,7 +104,7 @@ async def to_engine(llm: Any) -> AsyncIterator[Send]:
 
 @asynccontextmanager
 async def to_url(url: str, key: str | None = None) -> AsyncIterator[Send]:
-    """Requests go to a server. Raises aiohttp.ClientError if there is none.
+    """A way to send requests to a server. Raises aiohttp.ClientError if there is none.
 
     A body that names no model asks for the first one that the server lists.
     """

@@ -64,7 +64,7 @@ WORKLOADS = {
 
 
 def draw_length(chance: Random, median: int, least: int, most: int) -> int:
-    """A length; what is out of bounds becomes the bound."""
+    """Draw a length; one that is out of bounds becomes the bound."""
     return min(most, max(least, round(median * chance.lognormvariate(0, 1))))
 
 
@@ -109,7 +109,7 @@ def draw_conversation(
 
 
 def draw_workload(kind: Workload, requests: int, seed: int) -> list[Arrival]:
-    """So many requests, all of which come at once. Each answer has a seed, too."""
+    """Draw so many requests, which all come at once. Each has a seed of its own."""
     chance = Random(seed)
     system = random_text(chance, kind.shared)
     arrivals: list[Arrival] = []
@@ -131,7 +131,7 @@ def draw_workload(kind: Workload, requests: int, seed: int) -> list[Arrival]:
 def poisson_arrivals(
     arrivals: Sequence[Arrival], rate: float, seed: int, burst: int = 1
 ) -> list[Arrival]:
-    """Requests as a Poisson process of bursts, ``rate`` requests a second."""
+    """The requests, arriving as a Poisson process of bursts at ``rate`` a second."""
     chance = Random(seed)
     starts = accumulate(chance.expovariate(rate / burst) for _ in count())
     times = (start for start in starts for _ in range(burst))
@@ -177,7 +177,7 @@ def read_workload(path: Path) -> list[Arrival]:
 def plan_load(
     load: str, requests: int, rate: float | None, clients: int | None, seed: int
 ) -> list[Arrival]:
-    """What the options ask to be sent. Raises ValueError."""
+    """The requests that the options ask for. Raises ValueError."""
     check_number("--requests", requests, int, 1, MAX_SIZE)
     expect(None in (rate, clients), "--rate", rate, "none beside --clients")
     if clients is not None:

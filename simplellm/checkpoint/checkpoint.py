@@ -113,7 +113,7 @@ class Checkpoint:
     def stored(self, ours: str) -> list[TensorInfo]:
         """What is on disk for the tensor that we call ``ours``.
 
-        The dtype of a weight whose format is not kept is called as that is.
+        Where a weight does not keep its format, the dtype is that format's name.
         """
         infos = [self._infos[name] for name in self._stored[ours]]
         form = self._formats.get(ours)
@@ -431,7 +431,10 @@ def open_weights(
 ) -> Source:
     """The headers of a checkpoint, or the shapes of one with random weights.
 
-    ``packed``: what 4 bits of it a CPU multiplies as they are.
+    ``path`` is a folder, a GGUF file or, for random weights, the name of a known model;
+    None is the embedded one. Random weights are made in ``dtype`` from ``seed``. With
+    ``packed`` the 4-bit numbers of a GGUF file stay packed, for a CPU's products.
+    Raises CheckpointError or ConfigError, and ValueError for a seed that nothing uses.
     """
     if random_weights:
         config = open_config(path, random_weights)

@@ -97,12 +97,12 @@ class HeadConfig:
         expect(size <= most, "draft_vocab_size", size, f"at most vocab_size, {most}")
 
     def layers(self, count: int) -> tuple[int, ...]:
-        """The layers, of ``count``, whose outputs it reads; default: SGLang's."""
+        """Which of ``count`` layers' outputs the head reads; default: SGLang's."""
         return self.layer_ids or (1, count // 2 - 1, count - 4)
 
     @reraise_as(ConfigError)
     def check_fits(self, model: ModelConfig) -> None:
-        """Raise ConfigError, with the field's name, if it was made for another one."""
+        """Raise ConfigError, which names the field, if it is another model's head."""
         pairs = {"vocab_size": self.vocab_size, "hidden_size": self.target_hidden_size}
         for name, value in pairs.items():
             wanted = getattr(model, name)

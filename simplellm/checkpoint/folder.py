@@ -90,7 +90,7 @@ def check_downloaded(model: str | Path | None) -> Path:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint is a GGUF file; ollama's have no such name."""
+    """Whether a checkpoint is a GGUF file, by its name or (ollama's) by its start."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -137,10 +137,10 @@ def read_generation_config(
 
 
 def recommended(generation: Mapping[str, Any]) -> SamplingParams:
-    """What generation_config.json recommends: five numbers, null as good as absent.
+    """The five sampling parameters that generation_config.json may recommend.
 
-    If ``do_sample`` is false, it recommends to be greedy. Nothing else in it counts.
-    Raises TypeError or ValueError.
+    Null counts as absent. If ``do_sample`` is false, it recommends to be greedy; all
+    its other fields are ignored. Raises TypeError or ValueError for wrong values.
     """
     do_sample = generation.get("do_sample")
     if do_sample is not None:

@@ -239,12 +239,12 @@ def is_static_scale(stored: str) -> bool:
 
 
 def same_scales(actual: Shape, expected: Shape) -> bool:
-    """Whether the shape of scales is that wanted, but for axes of 1."""
+    """Whether two shapes of scales are the same, axes of 1 aside."""
     return [n for n in actual if n != 1] == [n for n in expected if n != 1]
 
 
 def is_matrix(name: Name) -> bool:
-    """Whether an operation multiplies with this tensor in any format."""
+    """Whether operations multiply with the tensor of this name in any format."""
     other = name.turned or ".router." in name.ours or name.ours.endswith("bias")
     return " " in name.shape and not other
 
@@ -283,7 +283,7 @@ def match_prefixes(where: str, expressions: Sequence[str]) -> Find:
 
 
 def modules_in(where: str, section: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """A field that lists modules."""
+    """The modules that a field lists. Raises TypeError or ValueError."""
     return as_texts(f"{where}.{field}", section.get(field), 2**16, 2**24)
 
 

@@ -20,7 +20,7 @@ MAX_PACKED_TOKENS = 8
 
 
 def as_bfloat16(x: Tensor) -> Tensor:
-    """x as bfloat16, and again as float32."""
+    """x rounded to bfloat16, as float32."""
     return x.to(torch.bfloat16).float()
 
 

@@ -20,7 +20,7 @@ class StreamDecoder:
         self._pending = b""  # up to three bytes of a character
 
     def flush(self) -> str:
-        """At the end: U+FFFD for a character whose last bytes never came, or ""."""
+        """End the text: U+FFFD for a character whose last bytes never came, or ""."""
         pending, self._pending = self._pending, b""
         return pending.decode(errors="replace")
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Convert text to token ids and back."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -186,7 +186,7 @@ def fields_of(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_type_of(arch: str, fields: Mapping[str, Any]) -> str:
-    """Mistral and Mixtral are "llama" in these files."""
+    """The model_type; Mistral and Mixtral are "llama" in these files."""
     if arch == "llama" and fields.get("expert_count"):
         return "mixtral"
     if arch == "llama" and fields.get("attention.sliding_window"):
@@ -230,7 +230,7 @@ def biases_of(model_type: str, container: Container) -> dict[str, Any]:
 def rope_scaling(
     arch: str, fields: Mapping[str, Any], container: Container
 ) -> dict[str, Any]:
-    """How RoPE is stretched, as config.json says it; {} is not at all."""
+    """How RoPE is stretched, as config.json says it; {} where it is not."""
     kind = fields.get("rope.scaling.type", "none")
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear", 1.0))
     if "rope.scaling.type" not in fields and factor != 1.0:
@@ -251,7 +251,7 @@ def rope_scaling(
 
 
 def yarn(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of YaRN, from the fields of the same meaning."""
+    """The rope_scaling of YaRN, from the fields of the same meaning."""
     return {
         "rope_type": "yarn",
         "factor": fields.get("rope.scaling.factor"),
@@ -276,7 +276,7 @@ def rope_factors(container: Container) -> tuple[float, ...]:
 def llama3_scaling(
     factors: tuple[float, ...], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The parameters that ``factors`` follow from. Raises ValueError if none here do.
+    """The rope_scaling that ``factors`` follow from; ValueError but for Llama 3.1's.
 
     As in Llama 3.1's own code: long waves are stretched, short ones are not, and those
     between them are so the less, the shorter they are.
@@ -325,7 +325,7 @@ def gpt_oss(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def experts(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Qwen3-MoE's: all layers have experts, whose weights add up to 1."""
+    """What Qwen3-MoE has: experts in all layers, whose weights add up to 1."""
     return {
         "moe_intermediate_size": fields.get("expert_feed_forward_length"),
         "norm_topk_prob": fields.get("expert_weights_norm", True),
@@ -338,7 +338,7 @@ def smollm3(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpt2(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """GPT-2's norms are LayerNorms."""
+    """The epsilon of GPT-2's norms, which are LayerNorms."""
     epsilon = fields.get("attention.layer_norm_epsilon")
     return {} if epsilon is None else {"layer_norm_epsilon": epsilon}
 

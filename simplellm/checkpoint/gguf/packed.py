@@ -52,7 +52,7 @@ def packed_formats(
 
 
 def nibbles(blocks: Tensor, start: int) -> Tensor:
-    """The 32 values of each block [out, G, bytes]: low halves first. int32 [out, in]"""
+    """The values, int32 [out, in], of blocks [out, G, bytes]: low halves come first."""
     packed = blocks[..., start:].int()
     return torch.cat([packed & 15, packed >> 4], -1).flatten(-2)
 

@@ -77,7 +77,7 @@ class GGUFCheckpoint:
 
     @property
     def mapped(self) -> bool:
-        """Whether all experts are views of a file: none is, all are rearranged."""
+        """False: no expert is a view of the file, since all are rearranged."""
         return False
 
     def names(self) -> list[str]:
@@ -108,7 +108,7 @@ class GGUFCheckpoint:
         return weight
 
     def _part(self, tensor: GGUFTensor, ours: str) -> Weight:
-        """One tensor of the file; its bytes, if it is packed when all are there."""
+        """One tensor of the file, or its bytes if it is packed with others later."""
         rows = as_array(self.container.data[tensor.file], tensor)
         if ours in self._packed:
             return torch.from_numpy(rows)

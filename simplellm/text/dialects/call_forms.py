@@ -40,7 +40,7 @@ ANSWER, GAP_ANSWER = f"@{FINAL}", f"GAP @{FINAL}"
 
 @dataclass(frozen=True)
 class CallForm:
-    """How models write calls, in Lark, but that control tokens go by their names.
+    """How models write calls, in Lark with the names of control tokens.
 
     ``opening`` and ``ending`` stand around the arguments of a `call`, and ``calls`` are
     those of a turn, where MORE are the ones behind the first. In the opening, NAME is
@@ -56,12 +56,12 @@ class CallForm:
     xml: bool = False
 
     def tags(self) -> list[str]:
-        """The control tokens that it is written with."""
+        """The control tokens that calls are written with."""
         return TAG.findall(" ".join([self.opening, self.ending, self.calls]))
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, written: Sequence[str]) -> "CallForm | None":
-        """The one that a model knows, by its tags and its template's texts."""
+        """The form that a model knows, by its tags and its template's texts."""
         special = {*tokenizer.special}
         xml = any(XML in text for text in written)
         some = [form for form in FORMS if form.xml == xml]

@@ -122,7 +122,7 @@ def load_tokenizer_and_dialect(
 
 
 def tokenizer_data(files: SmallFiles) -> dict[str, Any] | None:
-    """What its tokenizer.json says, if there is one. Raises TokenizerError."""
+    """The parsed tokenizer.json, if there is one. Raises TokenizerError."""
     with reraise_as(TokenizerError, files.path_of("tokenizer.json")):
         return files.json("tokenizer.json")
 
@@ -171,7 +171,7 @@ def open_family(
 
 
 def no_template(*conversation: Any, **options: Any) -> list[int]:
-    """Refuse to render: what base models are asked is text. Raises ValueError."""
+    """Raise ValueError: a base model has no chats, it continues text."""
     expected = (
         "chat_template.jinja, or chat_template in tokenizer_config.json; a model "
         "without one continues a text: ask it by `generate`, `simplellm batch` or "

@@ -143,7 +143,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def call(self, context: Any, what: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """What a template calls; jinja asks."""
+        """Call what a template calls, if there is time left."""
         self.in_time()
         return super().call(context, what, *args, **kwargs)
 
@@ -154,12 +154,12 @@ def parse_template(source: str) -> nodes.Template:
 
 
 def compile_template(tree: nodes.Template, hidden: Mapping[int, int]) -> CodeType:
-    """A template for `render_template`; in messages it finds characters ``hidden``."""
+    """Compile a template, which finds characters that are ``hidden`` in messages."""
     return Sandbox().compile(TemplateAdapter(hidden).visit(tree))
 
 
 def render_template(code: CodeType, variables: dict[str, Any]) -> str:
-    """What a template writes. Raises whatever its program does."""
+    """The text that a template writes. Raises whatever its program raises."""
     sandbox = Sandbox()
     template = sandbox.template_class.from_code(sandbox, code, sandbox.globals)
     return template.render(variables)

@@ -1,4 +1,4 @@
-"""What other models than gpt-oss write: thoughts and calls between tags.
+"""Parse what other models than gpt-oss write: thoughts and calls between tags.
 
 A tag is a control token. Its name in plain text, as a model quotes it, is text.
 """
@@ -143,7 +143,7 @@ class TagParser:
         return deltas
 
     def push(self, token_id: int) -> list[Delta]:
-        """Take one token; what it adds. Control tokens that are no tags are none."""
+        """Take one token; returns what it adds. Control tokens but tags add nothing."""
         if token_id in self._tokens:
             return self._take(self._decoder.push(token_id))
         if (tag := self._tags.get(token_id)) is None:
@@ -207,7 +207,7 @@ class TagParser:
         return text
 
     def _beginning(self, text: str, deltas: list[Delta]) -> str:
-        """Look whether ``text`` begins a call; what of it is left to be taken."""
+        """Look whether ``text`` begins a call; returns what is left to be taken."""
         # Between calls, and behind them, JSON and Llama have their signs.
         held = (self._held + text).lstrip(" \n;,]" if self.num_calls else " \n")
         if self.num_calls and (end := ENDING.match(held)):
@@ -233,7 +233,7 @@ class TagParser:
         return held
 
     def _take_whole(self, call: Call, deltas: list[Delta]) -> str:
-        """Take a call that was read as a whole; what is left behind it."""
+        """Take a call that was read as a whole; returns what is left behind it."""
         name, arguments, rest = call
         deltas.append(self._call(name))
         self._say(arguments, deltas)
@@ -242,7 +242,7 @@ class TagParser:
         return rest
 
     def _arguments(self, text: str, deltas: list[Delta]) -> str:
-        """Take arguments up to their end; what is left behind it."""
+        """Take arguments up to their end; returns what is left behind it."""
         kept = ""
         for index, char in enumerate(text):
             if self._quoted:

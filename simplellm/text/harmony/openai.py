@@ -1,4 +1,4 @@
-"""OpenAI's chat-completions messages: to harmony's and back."""
+"""Convert OpenAI's chat-completions messages to harmony's and back."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def from_openai(
 def assistant_messages(
     message: Mapping[str, Any], text: str, where: str
 ) -> list[Message]:
-    """What an assistant's message is in harmony; ``text`` is its content."""
+    """An assistant's message in harmony; ``text`` is its content."""
     thought: Any = None
     for name in ("reasoning_content", "reasoning"):
         value = message.get(name)

@@ -70,7 +70,7 @@ class HarmonyParser:
         return [Delta(message.channel, message.recipient, text, call)]
 
     def push(self, token_id: int) -> list[Delta]:
-        """Take one token; what it adds, at most one delta."""
+        """Take one token; returns what it adds, at most one delta."""
         inside = self.message is not None
         if token_id in self._tokens:
             if inside:

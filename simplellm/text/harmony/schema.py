@@ -74,7 +74,7 @@ def developer_text(instructions: str | None, tools: Sequence[Tool] = ()) -> str:
 
 
 def format_text(name: str, description: str, schema: Mapping[str, Any]) -> str:
-    """What an answer's format is, for the end of the developer message."""
+    """The description of an answer's format, for the end of the developer message."""
     written = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     title = f"# Response Formats\n\n## {name}"
     return f"{title}\n\n{comments_of(description)}{written}"
