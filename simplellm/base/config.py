@@ -231,6 +231,15 @@ def read_json(path: str | Path) -> dict[str, Any]:
     raise ConfigError(wrong)
 
 
+def parse_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None if it is anything else."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
 def nesting(value: Any) -> int:
     """How deep lists and dicts are nested in parsed JSON. Raises RecursionError."""
     if not isinstance(value, dict | list):

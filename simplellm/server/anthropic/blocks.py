@@ -1,12 +1,11 @@
 """The messages of a conversation as Anthropic's clients send them, and their blocks."""
 
-import json
 from collections.abc import Mapping
 from itertools import groupby
 from reprlib import repr as short
 from typing import Annotated, Any, Literal
 
-from simplellm.base.config import ParameterError
+from simplellm.base.config import ParameterError, parse_object
 from simplellm.server.http.bodies import (
     Part,
     Several,
@@ -55,8 +54,9 @@ class ToolUse(Part):
 
     @classmethod
     def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
-        if isinstance(text := data.get("input"), str):
-            data["input"] = as_input(text)
+        if isinstance(text := data.get("input"), str):  # as a client stored it
+            fields = parse_object(text)
+            data["input"] = {RAW: text} if fields is None else fields
         return {"input": {}, **data}
 
     def shown(self) -> Message:
@@ -64,15 +64,6 @@ class ToolUse(Part):
         arguments = raw if isinstance(raw, str) and len(self.input) == 1 else self.input
         function = {"name": shown_name(self.name), "arguments": arguments}
         return call_message({"id": self.id, "function": function}, "messages")
-
-
-def as_input(text: str) -> dict[str, Any]:
-    """The input of a call, from the text that a client stored for it."""
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        fields = None
-    return fields if isinstance(fields, dict) else {RAW: text}
 
 
 KINDS_OF_ROLE: dict[str, tuple[type[Part], ...]] = {

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from simplellm.base.config import expect, expect_type
+from simplellm.base.config import expect, expect_type, parse_object
 from simplellm.server.http.bodies import Unsupported, refuse
 from simplellm.text.harmony.openai import function_name
 
@@ -160,11 +160,7 @@ def description_of(tool: Mapping[str, Any]) -> str:
 
 def text_argument(arguments: str, name: str) -> str:
     """One argument of a call; the whole text if it isn't JSON with such an argument."""
-    try:
-        fields = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = fields.get(name) if isinstance(fields, dict) else None
+    text = (parse_object(arguments) or {}).get(name)
     return text if isinstance(text, str) else arguments
 
 

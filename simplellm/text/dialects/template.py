@@ -5,7 +5,6 @@ is: `Encoder.mixed` says how they are told apart. A template still finds tags in
 messages, as Qwen's looks for `</think>`: see `sandbox.py`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from simplellm.base.config import (
     expect,
     expect_type,
     one_of,
+    parse_object,
     reraise_as,
 )
 from simplellm.base.files import SmallFiles
@@ -227,7 +227,10 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 turns.append(turn)
             if message.recipient:
                 name = message.recipient.removeprefix("functions.")
-                function = {"name": name, "arguments": arguments_of(text)}
+                # Most templates write arguments as an object, if they are one.
+                arguments = parse_object(text)
+                arguments = text if arguments is None else arguments
+                function = {"name": name, "arguments": arguments}
                 number = sum(len(one.get("tool_calls", ())) for one in turns)
                 call = {"id": f"{number:09}", "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
@@ -253,12 +256,3 @@ def is_result_of(result: Message, call: Message) -> bool:
         return result.call_id == call.call_id
     names = [name or "" for name in (result.name, call.recipient)]
     return len({name.removeprefix("functions.") for name in names}) == 1
-
-
-def arguments_of(text: str) -> Any:
-    """A call's arguments as an object, if they are one: most templates write it."""
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else text
