@@ -228,8 +228,8 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
             if message.recipient:
                 name = message.recipient.removeprefix("functions.")
                 # Most templates write arguments as an object, if they are one.
-                arguments = parse_object(text)
-                arguments = text if arguments is None else arguments
+                fields = parse_object(text)
+                arguments = text if fields is None else fields
                 function = {"name": name, "arguments": arguments}
                 number = sum(len(one.get("tool_calls", ())) for one in turns)
                 call = {"id": f"{number:09}", "type": "function", "function": function}
