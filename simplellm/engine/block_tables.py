@@ -23,21 +23,25 @@ class BlockTables:
 
     def invalidate(self) -> None:
         """Write all rows the next time: pages may have been exchanged."""
-        self._versions: list[int] = []  # of the rows' tables
+        self._held: Sequence[PageTable] = ()  # so that no other gets one's id
+        self._keys: list[tuple[int, int, int, int]] = []
 
     def update(self, tables: Sequence[PageTable]) -> tuple[ndarray, ndarray]:
         """Those of ``tables``, a row each: pages [groups, rows, width], and offsets.
 
         An offset is the position at which a row's first page begins, [groups, rows].
         """
-        versions = [table.version for table in tables]
-        before, count = self._versions, len(tables)
-        if versions != before:
-            before = before + [0] * (count - len(before))
-            pairs = enumerate(zip(versions, before, strict=False))
-            for row in [row for row, (version, old) in pairs if version != old]:
+        keys = [
+            (id(table), len(table.groups[0]), table.first[-1], table.shortened)
+            for table in tables
+        ]
+        before, count = self._keys, len(tables)
+        if keys != before:
+            before = before + [(0, 0, 0, 0)] * (count - len(before))
+            pairs = enumerate(zip(keys, before, strict=False))
+            for row in [row for row, (key, old) in pairs if key != old]:
                 self._write(row, tables[row])
-            self._versions = versions
+            self._held, self._keys = tables, keys
         return self.pages[:, :count], self.offsets[:, :count]
 
     def _write(self, row: int, table: PageTable) -> None:

@@ -119,7 +119,6 @@ class PageManager(PagePool):
             firsts.append(first)
         computed = len(page_hashes) * size
         table = PageTable(groups, firsts, computed, page_hashes, len(tokens) // size)
-        table.version = next(self.versions)
         self.tables[sequence] = table
         return computed
 
@@ -147,7 +146,6 @@ class PageManager(PagePool):
                 self._release(pages[index], behind=True)
                 pages[index] = NULL
             table.first[group] = first
-            table.version = next(self.versions)
 
     def fork(self, parent: int, child: int) -> None:
         """Start ``child`` with all that is computed of ``parent``, in shared pages."""
@@ -164,7 +162,7 @@ class PageManager(PagePool):
             list(table.page_hashes),
             table.prompt_pages,
         )
-        self.tables[child] = PageTable(groups, *copied, version=next(self.versions))
+        self.tables[child] = PageTable(groups, *copied)
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence. What others may share stays until it is evicted."""
@@ -197,7 +195,6 @@ class PageManager(PagePool):
                 self._release(page)
             del pages[count:]
         table.num_computed_tokens, table.settled = length, 0
-        table.version = next(self.versions)
         del table.page_hashes[length // self.page_size :]
         return True
 
@@ -229,8 +226,6 @@ class PageManager(PagePool):
         for pages in table.groups if missing else ():
             while len(pages) < count:
                 pages.append(self._take())
-        if needed:
-            table.version = next(self.versions)
         if length > table.num_computed_tokens:
             table.settled = self._settled(table)
         return True

@@ -6,7 +6,6 @@ Bookkeeping only; no tensors. `PageManager` takes, shares and releases pages by 
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import count
 
 from simplellm.base.config import expect
 from simplellm.engine.snapshot import PagesSnapshot
@@ -26,7 +25,7 @@ class PageTable:
     num_computed_tokens: int  # tokens whose keys and values are in the pages
     page_hashes: list[bytes]  # of the full pages, as far as their tokens are known
     prompt_pages: int  # full pages of the tokens that it began with
-    version: int = 0  # another one after each change of its pages, and no other table's
+    shortened: int = 0  # times that pages were taken back for what was not computed
     # Up to so many tokens, one more changes nothing but their number: there is room in
     # a page that nobody else has, and no page gets full or falls behind the window.
     settled: int = 0
@@ -65,7 +64,6 @@ class PagePool:
         self.max_chunk = max_chunk
         self.tables: dict[int, PageTable] = {}
         self.references = [0] * num_pages
-        self.versions = count(1)
         self.free = list(range(num_pages))[::-1]  # hold nothing that anyone could use
         self.cached: OrderedDict[int, None] = OrderedDict()  # unused, next victim first
         # Prefix-hit pages, or pages the next turn should hit: they keep normal LRU
@@ -92,14 +90,14 @@ class PagePool:
 
     def _longest(self) -> int:
         """The most tokens that a sequence can have if it is alone."""
-        most = self.num_pages // len(self.windows)
+        count = self.num_pages // len(self.windows)
         if self.windows[-1] is not None and self.max_chunk is not None:
             # At worst the oldest position in view is the last one of its page.
             span = self.windows[-1] - 1 + self.max_chunk
             sliding = (span + self.page_size - 2) // self.page_size + 1
             sliding *= len(self.windows) - 1
-            most = max(most, self.num_pages - sliding)
-        return most * self.page_size
+            count = max(count, self.num_pages - sliding)
+        return count * self.page_size
 
     @property
     def free_pages(self) -> int:

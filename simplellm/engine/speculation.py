@@ -512,7 +512,10 @@ class SpeculativeScheduler(Scheduler):
             if request.finish_reason is None and request.num_computed_tokens == first:
                 request.num_computed_tokens = first + right
                 self.manager.commit(request.request_id, request.tokens, first + right)
+                table = self.manager.tables[request.request_id]
+                pages = len(table.groups[0])
                 self.manager.truncate(request.request_id, first + right)
+                table.shortened += len(table.groups[0]) < pages
         return new
 
 
