@@ -121,8 +121,31 @@ def opencode(served: Served, home: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def qwen(served: Served, home: Path) -> subprocess.CompletedProcess[str]:
+    (home / ".qwen").mkdir(parents=True)
+    settings = {
+        "privacy": {"usageStatisticsEnabled": False},
+        "telemetry": {"enabled": False},
+        "general": {"enableAutoUpdate": False},
+    }
+    (home / ".qwen/settings.json").write_text(json.dumps(settings))
+    return start(
+        [program("qwen"), "--auth-type", "openai", "--yolo", "--prompt", QUESTION],
+        home,
+        OPENAI_BASE_URL=f"http://127.0.0.1:{served.port}/v1",
+        OPENAI_API_KEY="none",
+        OPENAI_MODEL=NAME,
+        HTTP_PROXY="",  # it would take one for this machine, too
+        HTTPS_PROXY="",
+    )
+
+
 def bash(command: str) -> dict[str, Any]:
     return {"command": command, "description": "Multiplies"}
+
+
+def qwen_shell(command: str) -> dict[str, Any]:
+    return {**bash(command), "is_background": False}
 
 
 AGENTS = {
@@ -131,6 +154,7 @@ AGENTS = {
     ),
     "Claude Code": Agent("@anthropic-ai/claude-code", "Bash", bash, claude),
     "opencode": Agent("opencode-ai", "bash", bash, opencode),
+    "Qwen Code": Agent("@qwen-code/qwen-code", "run_shell_command", qwen_shell, qwen),
 }
 WAYS = {  # of the AI SDK, by the package that goes them
     "responses": "@ai-sdk/openai",
@@ -138,13 +162,17 @@ WAYS = {  # of the AI SDK, by the package that goes them
     "compatible": "@ai-sdk/openai-compatible",
     "messages": "@ai-sdk/anthropic",
 }
-FRAMEWORKS = {  # functions in frameworks.py: their names as people know them, packages
+FRAMEWORKS: dict[
+    str, tuple[str, ...]
+] = {  # functions in frameworks.py: their names as people know them, packages
     "openai_agents": ("OpenAI Agents SDK", "openai-agents"),
     "openai_agents_chat": ("OpenAI Agents SDK", "openai-agents"),
     "langchain": ("LangChain", "langchain-openai"),
     "langgraph": ("LangGraph", "langgraph"),
     "pydantic_ai": ("Pydantic AI", "pydantic-ai-slim"),
     "litellm": ("LiteLLM", "litellm"),
+    "autogen": ("AutoGen", "autogen-agentchat", "autogen-ext"),
+    "agno": ("Agno", "agno"),
 }
 
 
@@ -213,8 +241,8 @@ def test_ai_sdk(way: str, folder: Path, tmp_path: Path, record: Any) -> None:
 
 @pytest.mark.parametrize("function", FRAMEWORKS)
 def test_framework(function: str, folder: Path, tmp_path: Path, record: Any) -> None:
-    client, package = FRAMEWORKS[function]
-    versions = need(package)
+    client, *packages = FRAMEWORKS[function]
+    versions = need(*packages)
     with directed(folder, MULTIPLY) as served:
         url = f"http://127.0.0.1:{served.port}/v1"
         command = [str(PYTHON), str(PROGRAMS / "frameworks.py"), function, url]

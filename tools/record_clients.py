@@ -26,6 +26,7 @@ NPM = [
     "@openai/codex@0.171.0",
     "@anthropic-ai/claude-code@2.1.332",
     "opencode-ai@1.18.33",
+    "@qwen-code/qwen-code@0.15.10",
     "ai@6.0.326",
     "@ai-sdk/openai@3.0.141",
     "@ai-sdk/openai-compatible@2.0.92",
@@ -38,6 +39,9 @@ PYPI = [
     "langgraph==1.2.24",
     "pydantic-ai-slim[openai]==2.68.0",
     "litellm==1.110.2",
+    "autogen-agentchat==0.7.5",
+    "autogen-ext[openai]==0.7.5",
+    "agno==3.1.10",
 ]
 
 

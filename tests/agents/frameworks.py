@@ -100,6 +100,41 @@ def pydantic_ai(url: str) -> str:
     return str(Agent(model, tools=[multiply]).run_sync(QUESTION).output)
 
 
+def autogen(url: str) -> str:
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    about = {
+        "vision": False,
+        "function_calling": True,
+        "json_output": True,
+        "structured_output": True,
+        "family": "unknown",
+    }
+    client = OpenAIChatCompletionClient(
+        model=MODEL, base_url=url, api_key=KEY, model_info=about
+    )
+    agent = AssistantAgent(
+        "calculator",
+        client,
+        tools=[multiply],
+        max_tool_iterations=5,
+        model_client_stream=True,
+    )
+    found = asyncio.run(agent.run(task=QUESTION))
+    return str(found.messages[-1].content)
+
+
+def agno(url: str) -> str:
+    from agno.agent import Agent
+    from agno.models.openai.like import OpenAILike
+
+    model = OpenAILike(id=MODEL, base_url=url, api_key=KEY)
+    return str(
+        Agent(model=model, tools=[multiply], telemetry=False).run(QUESTION).content
+    )
+
+
 def litellm(url: str) -> str:
     import litellm as client
 

@@ -110,7 +110,7 @@ def test_published_weights_are_those_of_the_record(tmp_path):
 def test_clients_of_the_record_are_those_that_the_tests_run():
     """In the versions that are installed: a pin that changes needs a new record."""
     rows = json.loads((ROOT / "figures/clients.json").read_text("utf-8"))["rows"]
-    names = {*AGENTS, "AI SDK", *(client for client, _ in FRAMEWORKS.values())}
+    names = {*AGENTS, "AI SDK", *(client for client, *_ in FRAMEWORKS.values())}
     assert sorted(row["client"] for row in rows) == sorted(names)
     told = {package for row in rows for package in row["packages"]}
     pins = {name_of(pin): re.split("[@=]", pin)[-1] for pin in [*NPM, *PYPI]}
