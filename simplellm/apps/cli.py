@@ -199,9 +199,7 @@ def hold_chat(
 
 
 @app.command()
-def info(
-    model: options.ModelName = None,
-) -> None:
+def info(model: options.ModelName = None) -> None:
     """Tabulate a checkpoint from its headers; no tensor is read."""
     from simplellm.apps.info import describe
 

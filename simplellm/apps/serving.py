@@ -189,10 +189,7 @@ def serve_model(
             from simplellm.server.serve import serve
         with LLM.of(load_remote(engine, model, config, **where)) as llm:
             return serve(
-                llm,
-                settings,
-                bound,
-                lambda line: screen.write(f"{line}\n", aside=True),
+                llm, settings, bound, lambda line: screen.write(f"{line}\n", aside=True)
             )
 
 

@@ -46,9 +46,7 @@ FIELDS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
 }
 # What config.json calls otherwise in a family.
-NAMES_IN = {
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-}
+NAMES_IN = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 # Values that change nothing; whatever else a file says there is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
