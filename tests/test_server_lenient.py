@@ -1115,6 +1115,37 @@ def test_a_header_holds_what_a_header_can(served: Served) -> None:
     assert "x-evil" not in answer.headers
 
 
+@pytest.mark.parametrize(
+    "label", [{"prefix": True}, {"partial": True}, {"continue_final_message": True}]
+)
+def test_an_answer_that_is_begun(
+    served: Served, prompts: list[list[int]], label: Fields
+) -> None:
+    """The model goes on with it, if it's asked to; what comes back is the rest."""
+    begun = turn(content="The sum is")
+    body: Fields = {"messages": [USER, begun], "max_tokens": 9}
+    if "continue_final_message" in label:
+        body |= label | {"add_generation_prompt": False}
+    else:
+        begun |= label
+    with said(served, " 132<|return|>"):
+        found = served.post(CHAT, body).json()["choices"][0]
+        events = served.events(CHAT, body | {"stream": True})
+    assert found["message"]["content"] == " 132" and found["finish_reason"] == "stop"
+    deltas = [one["delta"] for event in events for one in event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == " 132"
+    text = served.service.llm.tokenizer.decode(prompts[0])
+    assert text.endswith("<|channel|>final<|message|>The sum is")
+    for more in (
+        {"messages": [USER], "continue_final_message": True},
+        {"messages": [USER, called("f")], "continue_final_message": True},
+        {"response_format": {"type": "json_object"}},
+    ):
+        answer = served.post(CHAT, body | more)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "continue_final_message"
+
+
 def test_custom_tools(served: Served) -> None:
     """They are functions of one text, and their calls come back with that text."""
     tools = [{"type": "custom", "custom": {"name": "run it", "description": "Runs."}}]

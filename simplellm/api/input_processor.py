@@ -234,6 +234,17 @@ class InputProcessor:
         spec = self.process(ids, sampling_params, overrides, constrain)
         return replace(spec, tools=functions)
 
+    def reopened(self, spec: RequestSpec) -> RequestSpec:
+        """``spec`` of a chat with the assistant's last message, which is left open.
+
+        It's the same where a grammar has to begin with the answer, or where the dialect
+        can't leave one open.
+        """
+        if spec.grammar is not None or self.dialect.reopen_answer is None:
+            return spec
+        tokens = self.dialect.reopen_answer(self.need_tokenizer(), spec.tokens)
+        return replace(spec, tokens=tokens)
+
     def check_length(self, tokens: int, needed: int, expected: str = "fewer") -> None:
         """Raise ContextLengthError unless a prompt leaves as many as are ``needed``."""
         limit = self.max_model_len

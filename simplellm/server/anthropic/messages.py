@@ -150,10 +150,8 @@ class AnthropicMessage(Generation):
             priority=body.priority,
             **body.sampling,
         )
-        if body.begins_answer and spec.grammar is None and dialect.reopen_answer:
-            tokenizer = input_processor.need_tokenizer()
-            tokens = dialect.reopen_answer(tokenizer, spec.tokens)
-            spec = replace(spec, tokens=tokens)
+        if body.begins_answer:
+            spec = input_processor.reopened(spec)
         super().__init__([spec], chat=True, stream=body.stream)
         # Whether nothing is to be answered; what the model then writes is nobody's.
         self.silent = body.max_tokens == 0

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from simplellm.api.outputs import ChatChoice, Usage
+from simplellm.base.config import expect
 from simplellm.server.http import response_schemas
 from simplellm.server.http.bodies import checked_samples
 from simplellm.server.http.endpoint import (
@@ -50,6 +51,10 @@ class Chat(Generation):
             priority=body.priority,
             **params,
         )
+        if body.continue_final_message:
+            closed, spec = spec, input_processor.reopened(spec)
+            expected = "false beside a format or a required call, or of this model"
+            expect(spec is not closed, "continue_final_message", True, expected)
         requests = checked_samples([spec], body.n)
         super().__init__(requests, n=body.n, chat=True, stream=body.stream)
         self.body, self.tokenizer = body, input_processor.need_tokenizer()

@@ -28,12 +28,14 @@ from simplellm.server.openai.chat_messages import (
     as_text,
     from_blocks,
     refuse_unread,
+    role_of,
 )
 from simplellm.server.openai.tools import KINDS
 
 SWITCHES = {"reasoning_effort", "enable_thinking", "thinking"}
 CHOICES = {"any": "required"}
 MODES = ("auto", "none", "required", *CHOICES)
+BEGUN = "prefix", "partial"  # labels of an answer's beginning: DeepSeek's, Kimi's
 NO_TEMPLATES = "a model's chats have one format, its own"
 
 
@@ -50,7 +52,6 @@ class ChatBody(LabeledBody):
         "service_tier": Unsupported(NOT_HERE, ("auto", "default"), hint=True),
         "chat_template": Unsupported(NO_TEMPLATES),
         "add_generation_prompt": Unsupported(NO_TEMPLATES, (True,)),
-        "continue_final_message": Unsupported(NOT_HERE, (False,)),
         "documents": Unsupported("put them into a message", ([],)),
         "echo": Unsupported(NOT_HERE, (False,)),
         "add_special_tokens": Unsupported(NO_TEMPLATES, (False,), hint=True),
@@ -73,6 +74,8 @@ class ChatBody(LabeledBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
     """Reasoning included; None: as many as there is room for."""
     logprobs: bool = False
+    continue_final_message: bool = False
+    """The model goes on with the last message, the beginning of its own answer."""
 
     @classmethod
     def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
@@ -89,6 +92,7 @@ class ChatBody(LabeledBody):
         if isinstance(messages, list):
             messages = [one for message in messages for one in from_blocks(message)]
             data["messages"] = messages
+            data = with_begun_answer(data)
             refuse_unread(messages, "messages", TEXT_TYPES)
         return data
 
@@ -104,6 +108,11 @@ class ChatBody(LabeledBody):
         expect(ok, "tool_choice", choice, "none without tools")
         alone = self.tools is None or self.functions is None
         expect(alone, "functions", self.functions, "none beside tools")
+        last = self.messages[-1] if self.messages else None
+        begun = last is not None and last.begins_answer
+        expected = "false unless the last message is a text of the assistant's"
+        ok = begun or not self.continue_final_message
+        expect(ok, "continue_final_message", True, expected)
         choice = self.function_call
         ok = choice in (None, "none") or self.functions is not None
         expect(ok, "function_call", choice, "none without functions")
@@ -113,6 +122,21 @@ class ChatBody(LabeledBody):
     def compiles(self) -> bool:
         options = self.response_format or self.tools or self.functions
         return super().compiles or bool(options)
+
+
+def with_begun_answer(data: dict[str, Any]) -> dict[str, Any]:
+    """The body with continue_final_message, for which others label the message."""
+    last = data["messages"][-1] if data["messages"] else None
+    if isinstance(last, Mapping) and role_of(last) == "assistant":
+        labels = [last.get(label) for label in BEGUN]
+        if True in labels:
+            data.setdefault("continue_final_message", True)
+    if (
+        data.get("continue_final_message")
+        and data.get("add_generation_prompt") is False
+    ):
+        del data["add_generation_prompt"]
+    return data
 
 
 def with_effort(data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:

@@ -144,6 +144,11 @@ class ChatMessage(Part):
             data["name"] = shown_name(name)
         return data
 
+    @property
+    def begins_answer(self) -> bool:
+        """Whether it may be an answer's beginning, with which the model goes on."""
+        return self.role == "assistant" and bool(self.content) and not self.tool_calls
+
     def as_openai(self) -> dict[str, Any]:
         """The message as `from_openai` takes it."""
         message = given_fields(self)
