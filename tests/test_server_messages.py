@@ -737,7 +737,9 @@ def test_an_answer_that_is_begun(
     body = HELLO_BODY | {"messages": [*HELLO, begun], "max_tokens": 1}
     schema = {"type": "object", "properties": {}}
     config = {"format": {"type": "json_schema", "schema": schema}}
-    assert served.post(PATH, body | {"output_config": config}).status_code == 200
+    answer = served.post(PATH, body | {"output_config": config})
+    assert answer.status_code == 200
+    assert answer.headers["x-ignored-parameters"] == "messages.prefill"
     assert TOKENIZER.decode(prompts[2]).endswith("<|start|>assistant")
 
 

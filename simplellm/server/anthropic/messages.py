@@ -151,7 +151,9 @@ class AnthropicMessage(Generation):
             **body.sampling,
         )
         if body.begins_answer:
-            spec = input_processor.reopened(spec)
+            closed, spec = spec, input_processor.reopened(spec)
+            if spec is closed:  # the answer begins anew
+                call.ignore("messages.prefill")
         super().__init__([spec], chat=True, stream=body.stream)
         # Whether nothing is to be answered; what the model then writes is nobody's.
         self.silent = body.max_tokens == 0

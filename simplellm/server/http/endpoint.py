@@ -143,6 +143,11 @@ class Call:
     # What the access log has of it: its tokens, for example.
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def ignore(self, name: str) -> None:
+        """Note that what ``name`` asks for isn't done, and warn of it once."""
+        self.ignored = f"{self.ignored}, {name}" if self.ignored else name
+        self.service.warn([name])
+
     def fail(self, error: APIError) -> None:
         """Note an error for the log; its message only where prompts are logged."""
         self.facts["error"] = error.code or error.type
