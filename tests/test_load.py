@@ -317,7 +317,7 @@ def test_a_model_that_the_memory_has_no_room_for_is_refused(free: None) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EngineConfig(cache_bytes=100), "the memory for pages is 100; expected"),
+        (EngineConfig(cache_bytes=100), "for pages, in bytes, is 100; expected"),
         (EngineConfig(num_pages=1), "the number of pages of 16 tokens is 1"),
         (
             EngineConfig(num_pages=2, page_size=1),

@@ -215,7 +215,7 @@ def num_pages(
     each = page_bytes(model, config.page_size, itemsize, config.kv_cache_dtype)
     each += beside
     expected = f"at least one page of {each} bytes"
-    expect(available >= each, "the memory for pages", available, expected)
+    expect(available >= each, "the memory for pages, in bytes,", available, expected)
     return available // each
 
 
