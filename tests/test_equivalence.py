@@ -18,6 +18,7 @@ from typing import Any, Literal
 import pytest
 from checkpoints import TINY, write_checkpoint
 from course.integrity import check_integrity
+from heads import write_head
 from recompute import Recompute
 from stepping import drain, make_engine
 from test_runner import Tape
@@ -206,6 +207,28 @@ class Prophet(Speculator):
         return state
 
 
+def guess_with(proposer: Any, scheduler: Any, prophet: Prophet) -> None:
+    """Have a head's drafts be right now and then: it drafts, and is corrected."""
+    draft = proposer._draft
+
+    def corrected(count: int) -> None:
+        draft(count)
+        column = int(proposer.column) - 1
+        for number, row in proposer.row_of.items():
+            request = scheduler.requests.get(number)
+            # The first of what comes after the token behind the one that it has read.
+            place = int(proposer.positions[row]) + 2
+            if request is None or prophet.chance.random() < 0.15:
+                continue
+            prompt = tuple(request.tokens[: request.num_prompt])
+            params = replace(request.params, seed=request.seed)
+            text = [*prompt, *prophet.alone(prompt, params)[0]]
+            if place < len(text):
+                proposer.current[row] = proposer.results[row, column] = text[place]
+
+    proposer._draft = corrected
+
+
 def capture_steps(runner: Any, drafts: bool = False) -> None:
     """Have a runner record steps of some sizes, all of one width."""
     runner._pages = lambda scheduled: runner.table_width
@@ -222,6 +245,7 @@ def run_case(
     captured: bool = False,
     drafts: bool = False,
     draft_model: str = "",
+    head: str = "",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     make: Callable[..., Any] = make_engine,
     offloading: bool = False,
@@ -240,8 +264,15 @@ def run_case(
     if draft_model:
         config = replace(config, speculative=draft_model)
         config = replace(config, num_speculative_tokens=chance.choice([1, 3]))
+    if head:
+        config = replace(config, speculative=head)
+        config = replace(config, num_speculative_tokens=chance.choice([1, 3, 5]))
+        model = replace(model)  # its operations become those that the head listens to
     engine = make(model, config, overlap=chance.random() < 0.5)
-    if draft_model:
+    if head:
+        guess_with(engine.runner.proposer, engine.scheduler, prophet)
+        prophet = engine.scheduler.speculator
+    elif draft_model:
         prophet = engine.scheduler.speculator
     elif drafts:
         engine.scheduler.speculator = prophet
@@ -271,6 +302,7 @@ def run_case(
         if not (engine.scheduler.requests or engine.flights):
             continue
         engine.step()
+        counts["chained"] += bool(head) and engine.runner.proposer.linked
         for number, one in enumerate(managers):
             check_integrity(one)
             seen.update((number, page) for page in one.page_of)
@@ -292,7 +324,7 @@ def run_case(
     counts["evictions"] += len(seen) - sum(len(one.page_of) for one in managers)
     if offloading:
         counts["loaded"] = manager.loaded_tokens
-    if drafts or draft_model:
+    if drafts or draft_model or head:
         checked = prophet.draft_stats()
         counts["drafts"] = sum(checked["draft_tokens"].values())
         counts["right"] = sum(checked["accepted_tokens"].values())
@@ -352,6 +384,19 @@ def test_a_models_drafts_change_no_token(folder: Path, alone: Recompute) -> None
     counts = run_cases(model, alone, range(8), draft_model=str(folder))
     assert counts["right"] > 50 and counts["drafts"] > counts["right"] + 50, counts
     assert counts["preemptions"] > 0 and counts["overlap"] > 0, counts
+
+
+@FASTER
+@pytest.mark.bits
+def test_a_heads_drafts_change_no_token(
+    tiny: Model, alone: Recompute, tmp_path: Path
+) -> None:
+    """Among them those of steps launched before the last drafts are known."""
+    write_head(tmp_path, tiny.config)
+    counts = run_cases(tiny, alone, range(CASES), head=str(tmp_path))
+    assert min(counts[reason] for reason in ("stop", "length", "abort")) >= 4, counts
+    assert counts["preemptions"] >= 5 and counts["chained"] >= 80, counts
+    assert 150 <= counts["right"] < counts["drafts"] - 150, counts
 
 
 def test_captured_steps_give_the_tokens_of_a_request_alone(

@@ -38,3 +38,16 @@ class DraftPosition:
 
 
 SamplePosition = Request | DraftPosition
+
+
+def output_lengths(rows: Sequence[SamplePosition]) -> list[int]:
+    """How many tokens of output there are before each row's.
+
+    A request that comes several times in a row is sampled after each of its drafts.
+    """
+    lengths: list[int] = []
+    before: SamplePosition | None = None
+    for row in rows:
+        lengths.append(lengths[-1] + 1 if row is before else row.num_output)
+        before = row
+    return lengths

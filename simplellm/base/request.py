@@ -69,7 +69,8 @@ class Request:
     first_scheduled_time: float | None = None  # by time.monotonic()
     preemptions: int = 0
     finish_reason: str | None = None
-    # Guesses of its next tokens, which the step under way checks: until then it waits.
+    # Guesses of its next tokens, which the step under way checks; () if they were made
+    # on the device, and the host needn't know them.
     drafts: Sequence[int] = ()
     draft_counts: tuple[tuple[int, int], ...] = ()  # by position: checked, and right
     last_token_time: float | None = None  # when its latest token came
@@ -99,6 +100,15 @@ class Request:
         """Whether its mask depends on its last token, which may begin a bad word."""
         several = any(len(sequence) > 1 for sequence in self.bad_sequences)
         return several or self.grammar is not None
+
+    @cached_property
+    def chains(self) -> bool:
+        """Whether a step of it can be launched before the last one's tokens are known.
+
+        Even if these are drafts: nothing on the host depends on them.
+        """
+        bound = self.restricted or self.params.penalizes
+        return not bound and self.params.logprobs is None
 
     @property
     def missing(self) -> int:

@@ -26,6 +26,7 @@ from simplellm.engine.launch_timer import LaunchTimer
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.engine.snapshot import RequestSnapshot, Snapshot
+from simplellm.engine.speculation import ChainedChunk
 from simplellm.engine.stats import Meter, Stats
 
 LOGGER = logging.getLogger("simplellm")
@@ -159,7 +160,9 @@ class Engine(EngineBase):
                 self.end(chunk.request, "error", why)
             for group in [scheduled] if blamed else [[chunk] for chunk in scheduled]:
                 # Some have ended, if not now, then with a flight.
-                if remaining := [c for c in group if c.request.finish_reason is None]:
+                remaining = [c for c in group if c.request.finish_reason is None]
+                # The device has lost where the others stand: they are scheduled anew.
+                if remaining := [c for c in remaining if type(c) is not ChainedChunk]:
                     self.launch(remaining)
                     self.collect(self.depth)
             return

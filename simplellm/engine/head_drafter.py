@@ -18,12 +18,18 @@ import torch
 from torch import Tensor
 
 from simplellm.base.draft_position import SamplePosition
-from simplellm.base.request import Request
+from simplellm.base.request import UNKNOWN, Request
 from simplellm.base.transfer import pinned, upload
-from simplellm.engine.graphs import CaptureError, CaptureShape, capture_graph
+from simplellm.engine.graphs import (
+    MOST_VERIFIED,
+    CaptureError,
+    CaptureShape,
+    capture_graph,
+)
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import ScheduledChunk
+from simplellm.engine.speculation import ChainedChunk, has_drafts, num_drafts
 from simplellm.engine.step_times import REPEATS
 from simplellm.model.batch import Batch, KVGroup
 from simplellm.model.eagle import Head, with_taps
@@ -52,6 +58,11 @@ class AuxHiddenStates:
         for part in parts if self.wanted else ():
             count = min(len(x), len(part))
             part[:count] = x[:count]
+
+
+def equal_drafts(drafts: Tensor, sampled: Tensor) -> Tensor:
+    """Which drafts are the tokens that were sampled at their positions."""
+    return drafts == sampled
 
 
 class HeadDrafter:
@@ -119,11 +130,24 @@ class HeadProposer:
         self.zeros, self.starts = numbers(rows), torch.arange(rows + 1, device=device)
         self.starts = self.starts.int()
         self.offsets = torch.arange(most, device=device).int()
-        # Of each request: how many drafts were right, and the new ones.
-        self.results = numbers(rows, 1 + most)
-        size = [rows, 1 + most]
+        # Of each request: how many drafts were right, the token after these, and the
+        # new drafts. `row_of` says where they are, by the requests' numbers.
+        self.results = numbers(rows, 2 + most)
+        self.row_of: dict[int, int] = {}
+        size = [rows, 2 + most]
         self.host = [pinned(size, torch.int32, device) for _ in range(2)]
         self.index = 0
+        # Of each token of a step: its request's row in the results of the step before,
+        # or -1; if it has one, where it stands among its chunk's; its row of the batch.
+        # And of each row of the batch: its request's row in the results, or -1.
+        longest = max(len(self.states), MOST_VERIFIED, rows)
+        self.link_staging = [
+            pinned([longest, 4], torch.int32, device) for _ in range(2)
+        ]
+        self.links = numbers(longest, 4) - 1
+        self.shifts = numbers(longest)  # by how many positions each token has moved
+        self.linked = False  # whether any token of the step has a row
+        self.move_graphs: dict[CaptureShape, Callable[[], None]] = {}
         self.read_graphs: dict[CaptureShape, Callable[[], None]] = {}
         self.draft_graphs: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
 
@@ -159,10 +183,12 @@ class HeadProposer:
         last = min(len(batch.logits_indices), len(sampled)) - 1
         samples = (first[:, None] + self.offsets).clamp(max=last)
         after = (batch.logits_indices[samples] + 1).clamp(max=len(tokens) - 1)
-        right = (sampled[samples] == tokens[after]) & (self.offsets < checked[:, None])
+        right = equal_drafts(tokens[after], sampled[samples])
+        right &= self.offsets < checked[:, None]
         accepted = right.int().cumprod(1).sum(1, dtype=torch.int32)
-        at = batch.logits_indices[(first + accepted).clamp(max=last)]
-        self.results[:count, 0] = accepted
+        ends = (first + accepted).clamp(max=last)
+        at = batch.logits_indices[ends]
+        self.results[:count, 0], self.results[:count, 1] = accepted, sampled[ends]
         self.q[:count], self.residual[:count] = q[at], residual[at]
         self.positions[:count] = batch.positions[at]
         self.tables[:count, : group.tables.shape[1]] = group.tables[owners]
@@ -190,8 +216,31 @@ class HeadProposer:
         self.results[:count].scatter_(1, column, tokens.int()[:, None])
         self.column += 1
 
+    def _move_on(self, batch: Batch) -> None:
+        """Write tokens and positions that depend on how many drafts were right.
+
+        ``batch`` has the first positions that there may be.
+        """
+        count, results = len(batch.tokens), self.results
+        source, place, owners, _ = self.links[:count].long().unbind(1)
+        rows = self.links[: len(batch.lengths), 3].long()
+        accepted, linked = results[:, 0], source >= 0
+        shifts = torch.where(linked, accepted[source.clamp(min=0)], 0)
+        tokens = results[source.clamp(min=0), 1 + place.clamp(min=0)]
+        self.shifts[:count] = shifts
+        batch.tokens.copy_(torch.where(linked, tokens, batch.tokens))
+        batch.positions.add_(shifts)
+        batch.lengths.add_(torch.where(rows >= 0, accepted[rows.clamp(min=0)], 0))
+        owners = owners.clamp(min=0)
+        for group in batch.groups:
+            size, width = group.page_size, group.tables.shape[1]
+            index = batch.positions - group.offsets[owners]
+            pages = group.tables[owners, (index // size).clamp(0, width - 1)]
+            slots = pages * size + index % size
+            group.slots.copy_(torch.where(linked, slots, group.slots))
+
     def _first(self, count: int) -> None:
-        self.column.fill_(1)
+        self.column.fill_(2)
         self._draft(count)
 
     def _next(self, count: int) -> None:
@@ -230,12 +279,14 @@ class HeadProposer:
             return replay
 
         self.columns.zero_()
+        self.links.fill_(-1)
         try:
             for size in sorted(sizes, reverse=True):
                 runs = partial(self._first, size), partial(self._next, size)
                 self.draft_graphs[size] = recorded(runs[0]), recorded(runs[1])
             for shape, batch in sorted(views.items(), reverse=True):
                 batch.pad()
+                self.move_graphs[shape] = recorded(partial(self._move_on, batch))
                 count = len(batch.tokens)
                 following = sampled[:count]
                 run = partial(self._read, batch, following, sampled, count)
@@ -248,26 +299,76 @@ class HeadProposer:
     def begin(self, scheduled: Sequence[ScheduledChunk]) -> bool:
         """Whether the coming step will be read: drafts follow, or it has prompts."""
         _, _, lengths, samples = zip(*scheduled, strict=True)
-        self.aux.wanted = self.count > 0 or max(lengths) > 1 or not all(samples)
+        self.linked = False
+        self.aux.wanted = (
+            self.count > 0
+            or max(lengths) > 1
+            or not all(samples)
+            or has_drafts(scheduled)
+        )
         return self.aux.wanted
+
+    def chain(self, scheduled: Sequence[ScheduledChunk], starts: np.ndarray) -> None:
+        """Say which requests go on from where the step before has got on the device.
+
+        ``starts`` is the batch's query_start_loc.
+        """
+        chained = [isinstance(chunk, ChainedChunk) for chunk in scheduled]
+        self.linked = any(chained)
+        if not self.linked:
+            return
+        pairs, row_of = zip(chained, scheduled, strict=True), self.row_of
+        rows = [row_of[c.request.request_id] if linked else -1 for linked, c in pairs]
+        staging = self.link_staging[self.index ^ 1]
+        links, lengths = staging.numpy(), [chunk.length for chunk in scheduled]
+        links[:] = -1
+        source, count = np.repeat(rows, lengths), sum(lengths)
+        begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        links[:count, 0] = source
+        links[:count, 1] = np.where(source < 0, 0, np.arange(count) - begins)
+        links[:count, 2] = owners
+        links[owners, 3] = source
+        self.links.copy_(staging, non_blocking=True)
+
+    def move_on(self, batch: Batch, shape: CaptureShape | None) -> None:
+        """Complete ``batch`` of a step, of a graph's ``shape`` if it has one."""
+        if self.linked and shape is not None and shape in self.move_graphs:
+            self.move_graphs[shape]()
+        elif self.linked:
+            self._move_on(batch)
+
+    def steps(self, runner: Runner, steps: Tensor) -> Tensor:
+        """How many tokens requests have where the runner's step samples, int64 [S].
+
+        ``steps`` are the fewest that there may be.
+        """
+        if not self.linked:
+            return steps
+        batch = runner.view(runner.inputs, *runner.step[1])
+        return steps + self.shifts[batch.logits_indices[: len(steps)].long()]
 
     def propose(
         self, runner: Runner, samples: Sequence[SamplePosition]
-    ) -> Callable[[Sequence[int]], None] | None:
+    ) -> Callable[[], dict[int, int]] | None:
         """Read the runner's step, and draft after it as much as `count` says.
 
         ``samples`` are where it has sampled. Once the device is done, what is returned
-        hands the drafts out; it is given the step's tokens.
+        hands the drafts out, and says how many of those that the step has checked were
+        right, by the requests' numbers.
         """
         if not self.aux.wanted:
+            self.row_of = {}
             return None
         scheduled, sizes, shape = runner.step
         batch, sampled = runner.view(runner.inputs, *sizes), runner.sampled_tokens
         self.index ^= 1
         self.width = batch.groups[0].tables.shape[1]
         manager = runner.manager
-        drafting = self._arrange(scheduled, batch, manager) if self.count else []
+        follow = self.count or has_drafts(scheduled)
+        drafting = self._arrange(scheduled, batch, manager) if follow else []
         count = len(drafting)
+        self.row_of = {entry[0].request_id: n for n, entry in enumerate(drafting)}
         if shape is not None and shape in self.read_graphs:
             self.read_graphs[shape]()
         else:
@@ -279,44 +380,55 @@ class HeadProposer:
         runs: tuple[Callable[[], None], Callable[[], None]]
         runs = partial(self._first, count), partial(self._next, count)
         first, one_more = runs if size is None else self.draft_graphs[size]
-        first()
+        if self.count:
+            first()
         for _ in range(self.count - 1):
             one_more()
         host, made = self.host[self.index][:count], self.count
         host.copy_(self.results[:count], non_blocking=True)
 
-        def arrived(tokens: Sequence[int]) -> None:
+        def arrived() -> dict[int, int]:
+            accepted = {}
             for entry, row in zip(drafting, host.tolist(), strict=True):
-                request, sample, length, capacity = entry
-                right, *drafts = row[: 1 + made]
+                request, length, capacity = entry
+                right, last, *drafts = row[: 2 + made]
+                accepted[request.request_id] = right
+                if request.finish_reason or request.tokens[-2:] == [UNKNOWN, UNKNOWN]:
+                    continue  # the next step has them already
+                if length < 0:  # it wasn't known
+                    length = request.tokens.index(UNKNOWN, -length)
                 length += right + 1
                 # A draft has read those before it, if there were pages for them.
                 good = drafts[: max(0, capacity - length + 2)]
-                self.deliver(request, length, tokens[sample + right], good)
+                self.deliver(request, length, last, good)
+            return accepted
 
         return arrived
 
     def _arrange(
         self, scheduled: Sequence[ScheduledChunk], batch: Batch, manager: PageManager
-    ) -> list[tuple[Request, int, int, int]]:
+    ) -> list[tuple[Request, int, int]]:
         """Fill the columns, of the chunks that sample.
 
-        Returns their requests, which sample is the first of each, how many tokens it
-        has computed without its drafts, and how many its pages can hold.
+        Returns their requests, how many tokens each has computed without its drafts,
+        and how many its pages can hold. The former is negative where it isn't known:
+        at least so many.
         """
-        group, drafting = batch.groups[0], list[tuple[Request, int, int, int]]()
+        group, drafting = batch.groups[0], list[tuple[Request, int, int]]()
         rows: list[tuple[int, int, int, int]] = []
         decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), 0)
         row = sample = 0
-        for number, (request, start, length, samples) in enumerate(scheduled):
+        for number, chunk in enumerate(scheduled):
+            request, start, length, samples = chunk
             if group.queries == 1 and number == decodes and length > 1:
                 row = group.decodes  # chunks come after all rows for decodes
-            drafts = len(request.drafts)
+            drafts = num_drafts(chunk)
             if samples:
                 pages = manager.tables[request.request_id].groups[0]
                 capacity = min(len(pages), self.width) * self.page_size
                 rows.append((sample, drafts, row, capacity))
-                drafting.append((request, sample, start + length - drafts, capacity))
+                sign = -1 if isinstance(chunk, ChainedChunk) else 1
+                drafting.append((request, sign * (start + length - drafts), capacity))
                 sample += 1 + drafts
             row += 1 if group.queries == 1 else -(-length // group.queries)
         if rows:
@@ -354,7 +466,7 @@ class HeadProposer:
         run = self.draft_graphs[size][1] if size else partial(self._next, 1)
         times = []
         for _ in range(1 + REPEATS):
-            self.column.fill_(1)
+            self.column.fill_(2)
             self.positions.zero_()
             start = time.perf_counter()
             run()

@@ -4,7 +4,6 @@ All is done for all rows at once where that can be: a call costs more than a num
 """
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ from simplellm.base.request import UNKNOWN
 from simplellm.engine.block_tables import BlockTables
 from simplellm.engine.page_pool import PageTable
 from simplellm.engine.scheduler import ScheduledChunk
-
-DRAFTS = attrgetter("drafts")
+from simplellm.engine.speculation import ChainedChunk, has_drafts, num_drafts
 
 
 def split_chunks(
@@ -52,7 +50,7 @@ def fill_batch(
         return
     parts = scheduled
     tokens, positions = step_tokens(scheduled, sampling)
-    requests, starts, sizes, samples = zip(*scheduled, strict=True)
+    _, starts, sizes, samples = zip(*scheduled, strict=True)
     lengths = np.array(sizes)
     counts: Any = lengths
     if queries > 1:
@@ -74,8 +72,8 @@ def fill_batch(
     if not all(samples):
         ends = ends[[*samples]]
     index = ends - 1
-    if any(map(DRAFTS, requests)):
-        wanted = [1 + len(chunk.request.drafts) for chunk in scheduled if chunk.samples]
+    if has_drafts(scheduled):
+        wanted = [1 + num_drafts(chunk) for chunk in scheduled if chunk.samples]
         index = np.arange(sum(wanted)) - np.repeat(np.cumsum(wanted), wanted)
         index += np.repeat(ends, wanted)
     batch.logits_indices[: len(index)] = index
@@ -100,10 +98,14 @@ def step_tokens(
     tokens: list[int] = []
     positions: list[int] = []
     rows = {request.request_id: row for row, request in enumerate(sampling)}
-    for request, start, length, _ in scheduled:
+    for chunk in scheduled:
+        request, start, length, _ = chunk
+        positions += range(start, start + length)
+        if isinstance(chunk, ChainedChunk):  # the device puts them in
+            tokens += [0] * length
+            continue
         tokens += request.tokens[start : start + length]
         if tokens[-1] == UNKNOWN:
             tokens[-1] = -1 - rows[request.request_id]
-        tokens += request.drafts
-        positions += range(start, start + length)
+        tokens += request.drafts[: num_drafts(chunk)]
     return tokens, positions

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig
-from simplellm.base.draft_position import SamplePosition
+from simplellm.base.draft_position import SamplePosition, output_lengths
 from simplellm.base.transfer import fetch, pinned, upload
 from simplellm.engine.block_tables import BlockTables
 from simplellm.engine.graphs import (
@@ -29,7 +29,7 @@ from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks
 from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import has_drafts, sample_positions
+from simplellm.engine.speculation import has_drafts, num_drafts, sample_positions
 from simplellm.engine.step_output import StepOutput, step_output
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
@@ -94,6 +94,7 @@ class Runner:
         self.sampling: list[SamplePosition] = []
         self.tables = BlockTables(most, self.table_width, groups, pool.page_size)
         self.speculative = config.speculative is not None
+        self.checking = False  # whether the step under way has drafts
         self.scores: list[PromptScores] = []  # of the step under way
         self.captured: list[CapturedGraph] = []  # decode steps, by size
         self.drafting: list[CapturedGraph] = []  # the same, after which a head drafts
@@ -164,8 +165,9 @@ class Runner:
     ) -> CapturedGraph | None:
         """The graph for a step that is nothing but decodes, if there is one."""
         count, graphs = len(scheduled), self.drafting if drafting else self.captured
-        for request, _, length, samples in scheduled:
-            if not samples or length > 1 + len(request.drafts):
+        for chunk in scheduled:
+            _, _, length, samples = chunk
+            if not samples or (length > 1 and not num_drafts(chunk)):
                 return None
             if length > 1:
                 count, graphs = count + length - 1, self.verifying
@@ -190,7 +192,8 @@ class Runner:
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
         """Start to compute ``scheduled``, and to sample from what comes out."""
         rows: list[SamplePosition] = [c.request for c in scheduled if c.samples]
-        if self.speculative and has_drafts(scheduled):
+        self.checking = self.speculative and has_drafts(scheduled)
+        if self.checking:
             rows = [row for chunk in scheduled for row in sample_positions(chunk)]
         self.start_forward(scheduled, rows)
         if any(map(NEEDS_LAST_TOKEN, rows)):
@@ -226,13 +229,15 @@ class Runner:
             tokens = agreed.tokens
             # A sequence samples once. Where drafts are checked there are more samples,
             # and so more sequences, of no length.
-            chunks += sum(len(chunk.request.drafts) for chunk in scheduled)
+            chunks += sum(map(num_drafts, scheduled))
         shape = tokens, most + chunks, self._pages(scheduled), most, queries
         self.buffer_index ^= 1
         staging = self.staging[self.buffer_index]
         batch = self.view(staging.numpy(), *shape)
         held = self.manager.tables
         fill_batch(batch, scheduled, real.decodes, self.sampling, held, self.tables)
+        if drafting:
+            self.proposer.chain(scheduled, batch.query_start_loc)
         flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
         targets = prompt_targets(scheduled, self.device)
         replayed = None if graph is None else graph.shape
@@ -255,6 +260,8 @@ class Runner:
         self.pool.copy(copies)
         self.inputs[: len(flat)].copy_(flat, non_blocking=True)
         batch, hidden = self.view(self.inputs, *shape), self.hidden
+        if self.proposer is not None:
+            self.proposer.move_on(batch, graph.shape if graph else None)
         if graph is not None:
             graph.replay()
         else:
@@ -305,8 +312,9 @@ class Runner:
         sampled = SamplerOutput(self.sampled_tokens[:count])
         changed = counting or mask is not None or columns.bias is not None
         if columns.random or changed or columns.logprobs is not None:
-            numbers = [request.num_output for request in requests]
-            steps = upload(numbers, torch.int64, self.device)
+            steps = upload(output_lengths(requests), torch.int64, self.device)
+            if self.proposer is not None:
+                steps = self.proposer.steps(self, steps)
             how = columns, steps, self.counts if counting else None, mask
             self.ranks.sample(count, *how)
             sampled = self.choose_tokens(count, *how)
@@ -365,6 +373,7 @@ class Runner:
         if arrived:
             arrived.record()
         forced = [request.forced for request in requests]
+        checks = self.checking
 
         def wait() -> StepOutput:
             late = False
@@ -373,9 +382,9 @@ class Runner:
                     late = arrived.query()
                     arrived.synchronize()
             tokens = host_output.tolist()
-            if drafted:
-                drafted(tokens)
-            found = step_output(requests, forced, tokens, logprobs, full, scores)
+            accepted = drafted() if drafted else {} if checks else None
+            every = requests, forced, tokens, logprobs, full, scores
+            found = step_output(*every, accepted)
             return found._replace(late=late)
 
         return wait

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
-from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -37,7 +37,24 @@ PRIOR_WEIGHT = 2.0  # in drafts
 OWN_WEIGHT = 4.0  # drafts of a request after which its own rate is half of the mix
 
 
-DRAFTS_OF = attrgetter("request.drafts")
+class DraftChunk(ScheduledChunk):
+    """A decode of one token, and of as many drafts after it as make up its length."""
+
+    __slots__ = ()
+
+
+class ChainedChunk(DraftChunk):
+    """One that is launched before it's known how many drafts of the last were right.
+
+    Its tokens and their positions are known on the device alone, and may be moved on by
+    as many positions as the step before checks drafts: ``start`` is the first possible.
+    It may have no drafts of its own.
+    """
+
+    __slots__ = ()
+
+
+DRAFTING = {DraftChunk, ChainedChunk}
 
 
 class Drafter(Protocol):
@@ -253,6 +270,15 @@ class Speculator:
         drafter: Any = self._state_of(request).drafter
         drafter.latest = length, last, drafts
 
+    def learn(self, request: Request, checked: int, right: int) -> None:
+        """A step has checked so many drafts, which were made on the device."""
+        state = self._state_of(request)
+        tried = min(right + 1, checked)
+        state.drafts = []  # nobody learns from these again
+        self.backoff.learn(right, tried, self._chance(state))
+        for rate in (state.rate, self._shared_rate(state.confidence)):
+            rate.learn(right, tried)
+
     def plan(self, requests: Sequence[Request], max_drafts: int) -> int:
         """Choose how many drafts are made of each of ``requests`` after the next step.
 
@@ -318,8 +344,8 @@ class Speculator:
         """
         if request.tokens[-1] != UNKNOWN:
             return False
-        if self.proposer is not None:
-            return self.proposer.count > 0
+        if self.proposer is not None:  # it has them on the device
+            return self.proposer.count > 0 and not request.chains
         if self.costly:
             return True
         request.tokens.pop()  # for now: a copy of a long text would cost more
@@ -332,17 +358,27 @@ class Speculator:
         )
 
     def choose(
-        self, requests: Sequence[Request], computed: int, max_drafts: int
+        self,
+        requests: Sequence[Request],
+        computed: int,
+        max_drafts: int,
+        made: Mapping[int, int] = MappingProxyType({}),
     ) -> list[list[int]]:
         """The drafts of each of ``requests``, whose next step computes one token.
 
         At most ``max_drafts`` in all. The step computes ``computed`` tokens without
-        them. A request whose last token isn't known gets none.
+        them. A request whose last token isn't known gets none, unless so many of its
+        drafts were ``made`` on the device, by its number: in place of these come zeros.
         """
         states: list[DraftState | None] = []
         offered: list[int] = []
         for request in requests:
             left = max(request.max_tokens - request.num_output - 1, 0)
+            if request.request_id in made and not self.backoff.left:
+                state = self._state_of(request)
+                states.append(state)
+                offered.append(min(made[request.request_id], left))
+                continue
             if left == 0 or self.backoff.left or request.tokens[-1] == UNKNOWN:
                 states.append(None)
                 offered.append(0)
@@ -357,8 +393,9 @@ class Speculator:
         counts = self._choose_counts(states, offered, computed, max_drafts)
         if self.costly and self.costs is not None and any(offered) and not any(counts):
             self._give_up()  # they have been made for nothing
-        for own, count in zip(states, counts, strict=True):
-            drafts.append(own.drafts[:count] if own else [])
+        for request, own, count in zip(requests, states, counts, strict=True):
+            unknown = request.tokens[-1] == UNKNOWN
+            drafts.append([0] * count if unknown or not own else own.drafts[:count])
         return drafts
 
     def _cost(self, tokens: int, drafts: int) -> float:
@@ -403,8 +440,9 @@ class Speculator:
 class SpeculativeScheduler(Scheduler):
     """A scheduler whose decodes check drafts, as far as there is room.
 
-    A request whose drafts are being checked has no part in the next step: how many
-    tokens it has then isn't known.
+    How many tokens a request has after a step that checks drafts isn't known before its
+    results come. If its drafts are made on the device, its next step is launched all
+    the same, as a `ChainedChunk`; else the request has no part in it.
     """
 
     _: KW_ONLY
@@ -417,18 +455,32 @@ class SpeculativeScheduler(Scheduler):
         self._last: tuple[float, Any] = (0.0, None)
         # The latest steps, and whether drafts are made after them.
         self._steps: deque[tuple[Any, bool]] = deque(maxlen=3)
+        # Of the step launched last, by requests' numbers: drafts that it checks.
+        self._checking: dict[int, int] = {}
+        # Those whose step is being launched before the one in flight is known.
+        self._launching: set[int] = set()
+        self._made = 0  # drafts of each of these requests that are made after it
 
     def _ready(self, request: Request, busy: set[int]) -> bool:
         """Whether a running request can have a part in the step."""
-        if request.drafts or not super()._ready(request, busy):
+        if not super()._ready(request, busy):
             return False
-        return self.speculator.backoff.left > 0 or not self.speculator.waits(request)
+        if request.tokens[-1] != UNKNOWN:
+            return True
+        speculator, checking = self.speculator, self._checking
+        if checking and (checked := checking.get(request.request_id, 0)):
+            may_end = request.num_output + checked >= request.max_tokens
+            known = not request.chains or speculator.proposer is None
+            if known or may_end or speculator.backoff.left >= TIMED_STEPS:
+                return False
+        return speculator.backoff.left > 0 or not speculator.waits(request)
 
     def schedule(self) -> list[ScheduledChunk]:
         """What to compute now: decodes without drafts, with them, then prompts.
 
         Nobody is preempted for a draft.
         """
+        self._launching = set()
         if self.speculator.backs_off(len(self.running)):
             self._last = (0.0, None)
             return super().schedule()
@@ -437,48 +489,101 @@ class SpeculativeScheduler(Scheduler):
         computed = sum(chunk.length for chunk in scheduled)
         max_drafts = min(self.max_num_batched_tokens - computed, self.max_drafts)
         requests = [chunk.request for chunk in decodes]
-        drafting = {}
-        offers = (
-            self.speculator.choose(requests, computed, max_drafts) if decodes else []
-        )
+        offers: Sequence[Sequence[int]] = ()
+        if decodes:
+            made = self._drafts_made(requests)
+            offers = self.speculator.choose(requests, computed, max_drafts, made)
+        changed: dict[int, ScheduledChunk | None] = {}
         for chunk, drafts in zip(decodes, offers, strict=True):
+            if drafts or chunk.request.tokens[-1] == UNKNOWN:
+                own = self._with_drafts(chunk, drafts)
+                if own is not chunk:
+                    changed[chunk.request.request_id] = own
+        if changed:
+            every = (changed.get(c.request.request_id, c) for c in scheduled)
+            kept = [chunk for chunk in every if chunk is not None]
+            kinds: list[list[ScheduledChunk]] = [[], [], []]
+            for chunk in kept:
+                drafting = isinstance(chunk, DraftChunk)
+                kinds[0 if chunk.length == 1 else 1 if drafting else 2].append(chunk)
+            scheduled = [*kinds[0], *kinds[1], *kinds[2]]
+        sampling = [chunk for chunk in scheduled if chunk.samples]
+        ahead = self.speculator.plan([c.request for c in sampling], self.max_drafts)
+        for chunk in sampling if ahead else ():
+            self._allocate_ahead(chunk, ahead)
+        for chunk in scheduled:
+            if isinstance(chunk, ChainedChunk):
+                self._launching.add(chunk.request.request_id)
+        self._steps.append((scheduled, ahead > 0))
+        return scheduled
+
+    def _drafts_made(self, requests: Sequence[Request]) -> dict[int, int]:
+        """Drafts on the device, by the numbers of the requests that can check them."""
+        if not self._made:
+            return {}
+        made = {}
+        for request in requests:
+            if request.tokens[-1] == UNKNOWN and request.chains:
+                # As many as it has tokens left, if the last drafts are right.
+                checked = self._checking.get(request.request_id)
+                if checked is not None:
+                    left = request.max_tokens - request.num_output - checked - 1
+                    made[request.request_id] = max(0, min(left, self._made))
+        return made
+
+    def _with_drafts(
+        self, chunk: ScheduledChunk, drafts: Sequence[int]
+    ) -> ScheduledChunk | None:
+        """The decode with its drafts, or without if there are no pages for them.
+
+        None if it has to wait until its position is known.
+        """
+        request, start, _, samples = chunk
+        if request.tokens[-1] != UNKNOWN:
             length = 1 + len(drafts)
-            request_id = chunk.request.request_id
-            if drafts and self.manager.allocate(request_id, chunk.start + length):
-                chunk.request.drafts = drafts
-                drafting[request_id] = chunk._replace(length=length)
-        sampling = [chunk.request for chunk in scheduled if chunk.samples]
-        ahead = self.speculator.plan(sampling, self.max_drafts)
-        if ahead:
-            for chunk in scheduled:
-                if chunk.samples:
-                    self._allocate_ahead(
-                        drafting.get(chunk.request.request_id, chunk), ahead
-                    )
-        plain = [c for c in scheduled if c.request.request_id not in drafting]
-        first = next((i for i, c in enumerate(plain) if c.length > 1), len(plain))
-        chosen = [*plain[:first], *drafting.values(), *plain[first:]]
-        self._steps.append((chosen, ahead > 0))
-        return chosen
+            if not self.manager.allocate(request.request_id, start + length):
+                return chunk
+            request.drafts = drafts
+            return DraftChunk(request, start, length, samples)
+        checked = self._checking.get(request.request_id, 0)
+        if not checked and not drafts:
+            return chunk  # its position is known
+        for length in (1 + len(drafts), 1):
+            end = start + checked + length
+            if self.manager.allocate(request.request_id, end):
+                return ChainedChunk(request, start, length, samples)
+        return None
 
     def _allocate_ahead(self, chunk: ScheduledChunk, count: int) -> None:
-        """Room for drafts that are made after the step, if there is any."""
+        """Pages for drafts that are made after the step, if there are any."""
         request = chunk.request
         end = chunk.start + chunk.length
+        if isinstance(chunk, ChainedChunk):
+            end += self._checking.get(request.request_id, 0)
         end = max(end, min(end + count, request.num_prompt + request.max_tokens))
         self.manager.allocate(request.request_id, end)
 
     def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Book a step whose results will come; of drafts, nothing is sure yet."""
-        if has_drafts(scheduled):
-            scheduled = [without_drafts(chunk) for chunk in scheduled]
-        super().update_after_launch(scheduled)
+        proposer, drafting = self.speculator.proposer, has_drafts(scheduled)
+        self._made = 0 if proposer is None else proposer.count
+        sure = scheduled
+        if drafting:
+            sure = [without_drafts(chunk, False) for chunk in scheduled]
+        super().update_after_launch(sure)
+        self._launching, self._checking = set(), {}
+        if drafting or self._made:
+            self._checking = {
+                chunk.request.request_id: num_drafts(chunk)
+                for chunk in scheduled
+                if chunk.samples
+            }
 
     def _note_interval(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """The results of a step have come, perhaps after those of one like it."""
-        now, drafts = time.monotonic(), sum(len(c.request.drafts) for c in scheduled)
+        now, drafts = time.monotonic(), sum(map(num_drafts, scheduled))
         tokens = sum(chunk.length for chunk in scheduled)
-        decodes = all(c.length == 1 + len(c.request.drafts) for c in scheduled)
+        decodes = all(c.length == 1 or isinstance(c, DraftChunk) for c in scheduled)
         made = next((made for own, made in self._steps if own is scheduled), None)
         kind = drafts > 0, made
         then, before = self._last
@@ -488,6 +593,19 @@ class SpeculativeScheduler(Scheduler):
         if decodes and pure and before == kind and now - then < MOST_INTERVAL:
             self.speculator.learn_interval(tokens, drafts, now - then)
 
+    @staticmethod
+    def _keep(
+        request: Request, first: int, tokens: Sequence[int]
+    ) -> tuple[str | None, Sequence[int]]:
+        """As `Scheduler._keep`; what a later step samples stays behind the tokens."""
+        if len(tokens) == 1 or not request.chains:
+            return Scheduler._keep(request, first, tokens)
+        later = request.tokens[first + 1 :]
+        del request.tokens[first + 1 :]
+        kept = Scheduler._keep(request, first, tokens)
+        request.tokens += later
+        return kept
+
     def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
@@ -496,27 +614,40 @@ class SpeculativeScheduler(Scheduler):
             self._note_interval(scheduled)
         if not has_drafts(scheduled):
             return super().update_from_output(scheduled, tokens)
-        sure = [without_drafts(chunk) for chunk in scheduled]
+        sure = [without_drafts(chunk, True) for chunk in scheduled]
         new = super().update_from_output(sure, tokens)
-        sampling = [chunk for chunk in sure if chunk.samples]
+        sampling = [chunk for chunk in scheduled if chunk.samples]
         for chunk, sampled in zip(sampling, tokens, strict=True):
-            request, first = chunk.request, chunk.start + chunk.length
-            drafts, request.drafts = request.drafts, ()
-            if not drafts:
+            if not isinstance(chunk, DraftChunk):
                 continue
+            request, drafts = chunk.request, num_drafts(chunk)
             right = 0 if request.forced else len(sampled) - 1
-            self.speculator.count_step(len(drafts), right)
-            counts = request.draft_counts
-            request.draft_counts = add_step_counts(counts, len(drafts), right)
+            if not isinstance(chunk, ChainedChunk):
+                request.drafts = ()
+            if drafts:
+                self._count_drafts(request, drafts, right)
             # Unless it was preempted meanwhile, or has ended.
-            if request.finish_reason is None and request.num_computed_tokens == first:
-                request.num_computed_tokens = first + right
-                self.manager.commit(request.request_id, request.tokens, first + right)
-                table = self.manager.tables[request.request_id]
+            table = self.manager.tables.get(request.request_id)
+            if table is None or request.finish_reason is not None:
+                continue
+            request.num_computed_tokens += right
+            computed = request.num_computed_tokens
+            self.manager.commit(request.request_id, request.tokens, computed)
+            later = request.request_id in self._launching
+            if not later and request.tokens[-1] != UNKNOWN:
                 pages = len(table.groups[0])
-                self.manager.truncate(request.request_id, first + right)
+                self.manager.truncate(request.request_id, computed)
                 table.shortened += len(table.groups[0]) < pages
         return new
+
+    def _count_drafts(self, request: Request, checked: int, right: int) -> None:
+        """A step has checked drafts of a request, of which so many were right."""
+        speculator = self.speculator
+        speculator.count_step(checked, right)
+        counts = request.draft_counts
+        request.draft_counts = add_step_counts(counts, checked, right)
+        if speculator.proposer is not None and request.chains:
+            speculator.learn(request, checked, right)
 
 
 def add_step_counts(
@@ -531,48 +662,76 @@ def add_step_counts(
 
 
 def has_drafts(scheduled: Sequence[ScheduledChunk]) -> bool:
-    """Whether a step checks any."""
-    return any(map(DRAFTS_OF, scheduled))
+    """Whether a step checks any, or has a request whose last ones aren't known."""
+    return not DRAFTING.isdisjoint(map(type, scheduled))
 
 
-def without_drafts(chunk: ScheduledChunk) -> ScheduledChunk:
-    """The part of ``chunk`` that computes the request's own tokens."""
-    return chunk._replace(length=chunk.length - len(chunk.request.drafts))
+def num_drafts(chunk: ScheduledChunk) -> int:
+    """How many drafts of its request a step checks."""
+    return chunk.length - 1 if isinstance(chunk, DraftChunk) else 0
+
+
+def without_drafts(chunk: ScheduledChunk, launched: bool) -> ScheduledChunk:
+    """The part of ``chunk`` that computes the request's own tokens.
+
+    Once the results of a step that was ``launched`` are there, all earlier ones are
+    known, so that its own tokens are the first that aren't.
+    """
+    if not isinstance(chunk, DraftChunk):
+        return chunk
+    request, start, _, samples = chunk
+    if isinstance(chunk, ChainedChunk) and request.finish_reason is None:
+        start = request.num_computed_tokens
+        if launched:
+            start = request.tokens.index(UNKNOWN, chunk.start) - 1
+    return ScheduledChunk(request, start, 1, samples)
 
 
 def sample_positions(chunk: ScheduledChunk) -> list[SamplePosition]:
-    """Where a step samples for ``chunk``: after its tokens, and after each draft."""
+    """Where a step samples for ``chunk``: after its tokens, and after each draft.
+
+    The request itself stands for all of them if nothing there depends on its drafts.
+    """
     if not chunk.samples:
         return []
-    request, drafts = chunk.request, chunk.request.drafts
-    ends = range(1, len(drafts) + 1)
-    return [request, *(DraftPosition(request, drafts[:end]) for end in ends)]
+    request, drafts = chunk.request, num_drafts(chunk)
+    if request.chains:
+        return [request] * (1 + drafts)
+    ends, guessed = range(1, drafts + 1), request.drafts
+    return [request, *(DraftPosition(request, guessed[:end]) for end in ends)]
 
 
 def verify_drafts(
     rows: Sequence[SamplePosition],
     tokens: Sequence[list[int]],
     logprobs: Sequence[list[TokenLogprobs] | None],
+    accepted: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
     """Of each request the tokens that are sure, and their logprobs.
 
-    Those of one request stand together, the one without drafts first.
+    Those of one request stand together, the one without drafts first. How many drafts
+    of some requests are ``accepted`` is known from the device, by their numbers.
     """
     new: list[list[int]] = []
     scored: list[list[TokenLogprobs] | None] = []
     parts = zip(rows, tokens, logprobs, strict=True)
-    for _, group in groupby(parts, key=lambda part: part[0].request_id):
+    for request_id, group in groupby(parts, key=lambda part: part[0].request_id):
         (request, sure, scores), *rest = group
         sampled, drafts = [*sure], list[int]()
         scores = None if scores is None else [*scores]
         for row, more, own in rest:
-            if request.forced or not (isinstance(row, DraftPosition) and row.valid):
+            if request.forced or not getattr(row, "valid", True):
                 break
-            drafts.append(row.drafts[-1])
+            if isinstance(row, DraftPosition):
+                drafts.append(row.drafts[-1])
             sampled += more
             if scores is not None and own is not None:
                 scores += own
-        if drafts:
+        if request.chains and request_id in accepted:
+            del sampled[accepted[request_id] + 1 :]
+        elif request.chains and rest:
+            sampled = accept_drafts(request.drafts, sampled)
+        elif drafts:
             sampled = accept_drafts(drafts, sampled)
         new.append(sampled)
         scored.append(scores if scores is None else scores[: len(sampled)])

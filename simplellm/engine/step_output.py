@@ -1,11 +1,11 @@
 """What a step gave its requests, put together on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from simplellm.base.draft_position import DraftPosition, SamplePosition
+from simplellm.base.draft_position import SamplePosition
 from simplellm.base.request import Request, TokenLogprobs
 from simplellm.engine.speculation import verify_drafts
 from simplellm.sampling.logprobs import PromptScores, prompt_entries, token_logprobs
@@ -28,15 +28,17 @@ def step_output(
     logprobs: Sequence[Tensor],
     full: Sequence[Tensor],
     scores: Sequence[PromptScores],
+    accepted: Mapping[int, int] | None = None,
 ) -> StepOutput:
     """What a step gave ``requests``, from what it has sampled, which is on the host.
 
-    ``logprobs`` and ``full`` are those of a `SamplerOutput`.
+    ``logprobs`` and ``full`` are those of a `SamplerOutput`; ``accepted`` is as in
+    `verify_drafts`, and None if there are no drafts.
     """
     counts = [request.params.logprobs for request in requests]
     scored = token_logprobs(counts, tokens, logprobs, full)
     prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
     new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
-    if any(isinstance(row, DraftPosition) for row in requests):
-        new, scored = verify_drafts(requests, new, scored)
+    if accepted is not None:
+        new, scored = verify_drafts(requests, new, scored, accepted)
     return StepOutput(new, scored, prompts)

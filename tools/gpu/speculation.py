@@ -4,9 +4,10 @@
     python tools/gpu/speculation.py Llama-3.1-8B --length 3.0 --json OUT
 
 Random weights accept no drafts, so a coin does, such that a step that checks three
-gives --length tokens in the mean: synthetic acceptance, as in InferenceX. What it takes
-to make drafts, to check them and to choose their number is real. The head has the size
-of the public ones.
+gives --length tokens in the mean: synthetic acceptance, as in InferenceX. It's tossed
+where drafts are compared, for a head's on the device: what is drafted next has to
+follow. What it takes to make drafts, to check them and to choose their number is real.
+The head has the size of the public ones.
 
 For each batch there are four ways, whose turns repeat: no speculation; three drafts;
 as many as are chosen; and as many as are chosen where no draft is ever right. What is
@@ -41,6 +42,7 @@ from simplellm.base.config import ModelConfig
 from simplellm.base.request import Request
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
+from simplellm.engine import head_drafter, speculation
 from simplellm.engine.engine import Engine
 from simplellm.engine.speculation import (
     DraftBackoff,
@@ -83,14 +85,19 @@ def write_head(folder: Path, model: ModelConfig) -> None:
 
 
 class Coin:
-    """For `accept_drafts`: a draft is right by chance, if those before it are."""
+    """A draft is right by ``chance``, if those before it are."""
 
-    def __init__(self) -> None:
-        self.chance, self.draw = 0.0, random.Random(0)
+    def __init__(self, device: torch.device) -> None:
+        self.chance, self.draw = torch.zeros(1, device=device), random.Random(0)
 
-    def __call__(self, drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
-        right = 0
-        while right < len(drafts) and self.draw.random() < self.chance:
+    def equal_drafts(self, drafts: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """In place of the function of this name, for drafts of a head."""
+        return torch.rand(drafts.shape, device=drafts.device) < self.chance
+
+    def accept_drafts(self, drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+        """In place of the function of this name, for drafts that the host knows."""
+        right, chance = 0, float(self.chance)
+        while right < len(drafts) and self.draw.random() < chance:
             right += 1
         return [*drafts[:right], sampled[right]]
 
@@ -106,7 +113,11 @@ def chance_of(length: float) -> float:
 
 
 def speed(engine: Engine, prompts: Sequence[list[int]], count: int) -> float:
-    """Tokens a second while all requests run."""
+    """Tokens a second while all requests run.
+
+    Raises RuntimeError if they never do, or have to give way to one another.
+    """
+    preemptions = engine.scheduler.preemptions
     params = SamplingParams(temperature=0, max_tokens=count)
     engine.submit(
         [
@@ -127,6 +138,8 @@ def speed(engine: Engine, prompts: Sequence[list[int]], count: int) -> float:
     end = min(event.time for event in events if event.finish_reason)
     if end <= begin:
         raise RuntimeError("the first answer ended before the last one began")
+    if engine.scheduler.preemptions > preemptions:
+        raise RuntimeError("the cache is too small; expected more --cache-bytes")
     inside = (len(e.tokens) for e in events if begin < e.time <= end)
     return sum(inside) / (end - begin)
 
@@ -135,8 +148,8 @@ class Run:
     """Two engines of a model, one of which checks drafts."""
 
     def __init__(self, args: Any, folder: Path) -> None:
-        self.args, self.coin = args, Coin()
         device = find_device(args.device)
+        self.args, self.coin = args, Coin(device)
         dtype = find_dtype(None, device)
         batches = [int(text) for text in args.batches.split(",")]
         longest = args.prompt + args.tokens + 64
@@ -155,6 +168,9 @@ class Run:
         print(f"without drafts: ready after {time.monotonic() - began:.0f} s")
         config = replace(config, speculative=args.speculative or str(folder / "head"))
         source = open_weights(*weights)
+        # For good: a graph that is captured does what stands here while it is.
+        mock.patch.object(head_drafter, "equal_drafts", self.coin.equal_drafts).start()
+        mock.patch.object(speculation, "accept_drafts", self.coin.accept_drafts).start()
         self.drafting, _, _ = load_engine(source, config, dtype, device)
         print(f"with drafts: ready after {time.monotonic() - began:.0f} s", flush=True)
         self.vocab_size, self.batches = source.config.vocab_size, batches
@@ -174,7 +190,7 @@ class Run:
         speculator.rates, speculator.backoff = self.known.setdefault(
             name, ({}, DraftBackoff())
         )
-        self.coin.chance = 0.0 if name == "wrong" else chance_of(self.args.length)
+        self.coin.chance.fill_(0.0 if name == "wrong" else chance_of(self.args.length))
         engine = self.plain if name == "none" else self.drafting
         before = speculator.drafts, sum(speculator.accepted.values())
         checked = sum(speculator.checked.values())
@@ -189,17 +205,16 @@ class Run:
         """A row of the record: medians of the turns, and times no speculation."""
         draw = random.Random(count)
         turns: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
-        with mock.patch("simplellm.engine.speculation.accept_drafts", self.coin):
-            for turn in range(self.args.turns + 1):
-                # The first one warms up, and what is known of other batches is gone.
-                for name in WAYS:
-                    every = range(self.vocab_size)
-                    prompts = [
-                        draw.choices(every, k=self.args.prompt) for _ in range(count)
-                    ]
-                    figures = self.way(name, prompts)
-                    if turn:
-                        turns[name].append(figures)
+        for turn in range(self.args.turns + 1):
+            # The first one warms up, and what is known of other batches is gone.
+            for name in WAYS:
+                every = range(self.vocab_size)
+                prompts = [
+                    draw.choices(every, k=self.args.prompt) for _ in range(count)
+                ]
+                figures = self.way(name, prompts)
+                if turn:
+                    turns[name].append(figures)
         row: dict[str, Any] = {"batch": count}
         base = statistics.median(t["tokens_per_second"] for t in turns["none"])
         for name, some in turns.items():
@@ -223,7 +238,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=500, help="its tokens")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--cache-bytes", type=int, default=2**32)
+    parser.add_argument("--cache-bytes", type=int, default=2**33)
     parser.add_argument("--speculative", help="default: a random head of public size")
     parser.add_argument("--device")
     args = parser.parse_args()
