@@ -141,6 +141,20 @@ def test_chat_completions(served: Served, llm: LLM) -> None:
     assert texts == {"reasoning": REASONING, "content": CONTENT, **arguments}
 
 
+def test_an_answer_that_is_begun(served: Served) -> None:
+    """The model goes on with it, and the white space between is its own."""
+    begun = {"role": "assistant", "content": "The sum is"}
+    asked: dict[str, Any] = {"messages": [USER, begun], "max_tokens": 9}
+    chat = asked | {"continue_final_message": True, "return_token_ids": True}
+    with saying(served.service.llm, "\n\n 132<|im_end|>"):
+        found = served.post("/v1/chat/completions", chat).json()
+        blocks = served.post("/v1/messages", asked).json()["content"]
+    assert found["choices"][0]["message"]["content"] == "\n\n 132"
+    assert [block["text"] for block in blocks] == ["\n\n 132"]
+    prompt = served.service.llm.tokenizer.decode(found["prompt_token_ids"])
+    assert prompt.endswith("The sum is")
+
+
 def test_responses_and_messages(served: Served, llm: LLM) -> None:
     flat = {"type": "function", **WEATHER["function"]}
     body = {"input": USER["content"], "instructions": "Be brief.", "tools": [flat]}

@@ -138,7 +138,7 @@ class InputProcessor:
     def parser(self, spec: RequestSpec) -> TurnParser:
         """What reads the turn that a chat asks for."""
         parts = self.need_tokenizer(), spec.tokens, spec.grammar
-        return self.dialect.parser(*parts, spec.tools)
+        return self.dialect.parser(*parts, spec.tools, spec.begun)
 
     def process_all(
         self,
@@ -234,16 +234,18 @@ class InputProcessor:
         spec = self.process(ids, sampling_params, overrides, constrain)
         return replace(spec, tools=functions)
 
-    def reopened(self, spec: RequestSpec) -> RequestSpec:
-        """``spec`` of a chat with the assistant's last message, which is left open.
+    def reopened(self, spec: RequestSpec, text: str) -> RequestSpec:
+        """``spec`` of a chat whose last message, the assistant's ``text``, stays open.
 
-        It's the same where a grammar has to begin with the answer, or where the dialect
-        can't leave one open.
+        It's the same where a grammar has to begin with the answer, or where a template
+        shows the text in other words.
         """
-        if spec.grammar is not None or self.dialect.reopen_answer is None:
+        if spec.grammar is not None:
             return spec
-        tokens = self.dialect.reopen_answer(self.need_tokenizer(), spec.tokens)
-        return replace(spec, tokens=tokens)
+        tokenizer, text = self.need_tokenizer(), text.strip()
+        tokens = self.dialect.reopen_answer(tokenizer, spec.tokens)
+        end = tokenizer.decode(tokens[-len(text.encode()) - 1 :])
+        return replace(spec, tokens=tokens, begun=True) if end.endswith(text) else spec
 
     def check_length(self, tokens: int, needed: int, expected: str = "fewer") -> None:
         """Raise ContextLengthError unless a prompt leaves as many as are ``needed``."""

@@ -28,10 +28,12 @@ class RequestSpec:
     grammar: Grammar | None = None
     arrival_time: float = field(default_factory=time.monotonic)
     text: str | None = None
-    tools: Sequence[Any] = ()  # that a chat offers, for what reads its turn
+    # For what reads a chat's turn: the tools, and whether the prompt begins the answer.
+    tools: Sequence[Any] = ()
+    begun: bool = False
 
     def sample(self, index: int = 0) -> Request:
         """A request for sample ``index``, which draws with a seed of its own."""
         shared = {one.name: getattr(self, one.name) for one in fields(self)}
-        del shared["tools"]
+        del shared["tools"], shared["begun"]
         return Request(**shared | {"tokens": list(self.tokens)}, index=index)

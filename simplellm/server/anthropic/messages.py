@@ -150,8 +150,8 @@ class AnthropicMessage(Generation):
             priority=body.priority,
             **body.sampling,
         )
-        if body.begins_answer:
-            closed, spec = spec, input_processor.reopened(spec)
+        if begun := body.begun_answer:
+            closed, spec = spec, input_processor.reopened(spec, begun)
             if spec is closed:  # the answer begins anew
                 call.ignore("messages.prefill")
         super().__init__([spec], chat=True, stream=body.stream)

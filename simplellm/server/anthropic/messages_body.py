@@ -210,14 +210,14 @@ class CountBody(Body):
         return [] if hidden else tools
 
     @property
-    def begins_answer(self) -> bool:
-        """Whether the last message is the answer's prefix, which the model continues.
+    def begun_answer(self) -> str:
+        """The end of the last message, if it's the prefix of an answer; else "".
 
         As with Anthropic, that is text.
         """
         last = self.messages[-1] if self.messages else None
         ends = last.blocks()[-1:] if isinstance(last, AssistantTurn) else []
-        return any(isinstance(block, TextBlock) for block in ends)
+        return "".join(block.text for block in ends if isinstance(block, TextBlock))
 
     def shown(self, dialect: Dialect) -> dict[str, Any]:
         """The conversation as `render` takes it. Raises TypeError or ValueError."""

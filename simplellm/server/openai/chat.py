@@ -52,8 +52,9 @@ class Chat(Generation):
             **params,
         )
         if body.continue_final_message:
-            closed, spec = spec, input_processor.reopened(spec)
-            expected = "false beside a format or a required call, or of this model"
+            text = str(body.messages[-1].as_openai()["content"])
+            closed, spec = spec, input_processor.reopened(spec, text)
+            expected = "false beside a format or a required call"
             expect(spec is not closed, "continue_final_message", True, expected)
         requests = checked_samples([spec], body.n)
         super().__init__(requests, n=body.n, chat=True, stream=body.stream)

@@ -32,10 +32,10 @@ class Dialect:
     grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
     parser gets the grammar that came of it, if any, and the chat's tools. Where a turn
     can have ``several_calls``, the grammar is also told whether one has to stay alone.
-    ``reopen_answer`` takes the end of the last message off the ids of a prompt if it is
-    an answer: the model goes on with it. ``ends`` are the control tokens that end a
-    turn, as far as the tokenizer has them, ``begin`` the ids in front of a text that is
-    no chat.
+    ``reopen_answer`` takes what follows the last message off the ids of a prompt: if it
+    is an answer, the model goes on with it, and the parser is told so. ``ends`` are the
+    control tokens that end a turn, as far as the tokenizer has them, ``begin`` the ids
+    in front of a text that is no chat.
     """
 
     lead: Lead
@@ -44,8 +44,8 @@ class Dialect:
     parser: Callable[..., TurnParser]
     grammar: Callable[..., str]
     ends: tuple[str, ...]
+    reopen_answer: Callable[[Tokenizer, list[int]], list[int]]
     begin: tuple[int, ...] = ()
-    reopen_answer: Callable[[Tokenizer, list[int]], list[int]] | None = None
     several_calls: bool = False
 
 
@@ -67,13 +67,14 @@ def harmony_parser(
     prompt: Sequence[int],
     grammar: Grammar | None,
     tools: Sequence[Tool] = (),
+    begun: bool = False,
 ) -> HarmonyParser:
-    """A parser of what follows ``prompt``, which may have begun an answer already."""
+    """A parser of what follows ``prompt``, which may have ``begun`` the answer."""
     parser = HarmonyParser(tokenizer)
-    start, message = (tokenizer.special[n] for n in ("<|start|>", "<|message|>"))
-    begun = [*takewhile(lambda token: token != start, reversed(prompt))][::-1]
-    if message in begun:
-        header = begun[len(tokenizer.encode("assistant")) : begun.index(message) + 1]
+    if begun:
+        start, message = (tokenizer.special[n] for n in ("<|start|>", "<|message|>"))
+        last = [*takewhile(lambda token: token != start, reversed(prompt))][::-1]
+        header = last[len(tokenizer.encode("assistant")) : last.index(message) + 1]
         for token in header:
             parser.push(token)
     return parser
@@ -82,6 +83,15 @@ def harmony_parser(
 def reopen_answer(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
     """A prompt without `<|end|><|start|>assistant` at its end."""
     return prompt[: -2 - len(tokenizer.encode("assistant"))]
+
+
+def reopen_turn(
+    tokenizer: Tokenizer, prompt: list[int], ends: Sequence[str]
+) -> list[int]:
+    """A prompt without the last of the control tokens ``ends``, and what follows it."""
+    ids = [tokenizer.special[name] for name in ends if name in tokenizer.special]
+    places = [place for place, token in enumerate(prompt) if token in ids]
+    return prompt[: places[-1]] if places else prompt
 
 
 HARMONY = Dialect(
@@ -157,13 +167,15 @@ def open_family(
         begin = (first,) if adds and first is not None else ()
     template = ChatTemplate.of(source, named, encoder) if source else None
     form = CallForm.of(tokenizer, source.texts() if source else ())
+    ends = named.get("eos_token", ""), END_OF_TURN
     dialect = Dialect(
         lead=lambda instructions, tools: instructions or "",
         with_format=lambda messages, tools, text: messages,
         render=template.render if template else no_template,
         parser=TagParser,
         grammar=partial(tags_grammar, form=form),
-        ends=(named.get("eos_token", ""), END_OF_TURN),
+        ends=ends,
+        reopen_answer=partial(reopen_turn, ends=ends),
         begin=begin,
         several_calls=form is not None,
     )

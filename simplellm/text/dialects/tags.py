@@ -74,7 +74,8 @@ class TagParser:
     nothing is raised, and all text is in some message but what stands around tags:
     line breaks, and a call's JSON around its arguments. What is no call in the end is
     part of the answer. ``grammar`` is the one that the turn follows, and ``tools`` are
-    those it may call: in XML their schemas tell a number from a text.
+    those it may call: in XML their schemas tell a number from a text. If the answer has
+    ``begun`` in the prompt, all white space belongs to it.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class TagParser:
         prompt: Sequence[int],
         grammar: Grammar | None = None,
         tools: Sequence[Tool] = (),
+        begun: bool = False,
     ) -> None:
         self._tools = tools
+        self._goes_on = begun
         self.messages: list[Message] = []
         self.message: Message | None = None
         self.num_calls = 0
@@ -105,7 +108,8 @@ class TagParser:
         self._depth = 1  # in a call's JSON
         self._quoted = self._escaped = False
         thinks = is_thinking(tokenizer, prompt)
-        self._open("analysis" if thinks else self._answer)
+        first = "analysis" if thinks else self._answer
+        self._open("final" if begun else first)
 
     @property
     def _answer(self) -> str | None:
@@ -200,6 +204,8 @@ class TagParser:
 
     def _begun(self, text: str) -> str:
         """A message's first ``text`` without what only stands in front of it."""
+        if self._goes_on and not self.messages:
+            return text
         if not (self._exact and self.message and self.message.channel == "final"):
             return text.lstrip(" \n")
         if self._gap and text.startswith(self._gap):
