@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import struct
@@ -31,7 +32,12 @@ from simplellm.base.config import CheckpointError, ConfigError
 from simplellm.checkpoint.gguf.container import TYPES, open_container
 from simplellm.checkpoint.gguf.metadata import read_gguf_config
 from simplellm.checkpoint.gguf.source import GGUFCheckpoint
-from simplellm.checkpoint.gguf.tensors import dequantize_rows, mxfp4_of, scaled_of
+from simplellm.checkpoint.gguf.tensors import (
+    as_array,
+    dequantize_rows,
+    mxfp4_of,
+    scaled_of,
+)
 from simplellm.checkpoint.gguf.tokens import (
     generation_data,
     settings_data,
@@ -269,13 +275,29 @@ def test_ordinary_numbers_are_views_of_the_file(kind: str, tmp_path: Path) -> No
     rows = gguf.quantize(numbers, GGMLQuantizationType[kind])
     path = tmp_path / "a.gguf"
     container = open_container(write_tensors(path, {"a": (rows, kind)}))
-    from simplellm.checkpoint.gguf.tensors import as_array
-
     found = as_array(container.data[path], container.tensors["a"])
     tensor = dequantize_rows(found, container.tensors["a"], torch.float32)
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
     assert torch.equal(tensor, torch.from_numpy(numbers).to(dtype))
     assert tensor.data_ptr() == found.ctypes.data
+
+
+def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    """It is mapped, and what isn't looked at isn't read."""
+    file, rows, columns = tmp_path / "large.gguf", 2**26, 1024
+    writer = gguf.GGUFWriter(file, "llama")
+    shape, kind = (rows, columns), np.dtype(np.float16)
+    writer.add_tensor_info("token_embd.weight", shape, kind, rows * columns * 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    begin = file.stat().st_size + writer.data_alignment
+    os.truncate(file, begin + rows * columns * 2)  # 137 GB of zeros
+    container = open_container(file)
+    tensor = container.tensors["token_embd.weight"]
+    array = as_array(container.data[tensor.file], tensor)
+    assert array.shape == shape and array[-1].max() == 0
 
 
 # The tokenizer
