@@ -297,7 +297,7 @@ def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     container = open_container(file)
     tensor = container.tensors["token_embd.weight"]
     array = as_array(container.data[tensor.file], tensor)
-    assert array.shape == shape and array[-1].max() == 0
+    assert len(array) == rows and not array[-1].any()
 
 
 # The tokenizer
