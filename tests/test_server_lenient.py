@@ -5,6 +5,7 @@ Collected from the packages and the traffic of agents, frameworks and chat progr
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from simplellm.server.http.endpoint import Call
 from simplellm.server.http.errors import APIError
 from simplellm.server.openai.chat import CHATS
 
+DATA = Path(__file__).parent / "data"
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 RESPOND = "/v1/responses"
 MESSAGE, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -1085,6 +1087,21 @@ def test_a_prompt_that_is_too_long(
         r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", error["message"]
     )
     assert found and int(found[1]) > int(found[2])
+
+
+CLIENTS = json.loads((DATA / "client-bodies.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("sent", CLIENTS, ids=lambda sent: sent["client"])
+def test_whole_bodies_of_programs(served: Served, sent: Fields) -> None:
+    """In the form that chat programs, editors, agents and benchmarks send."""
+    path, body = sent["path"], sent["body"]
+    _, params, _, _ = made(served, path, body)
+    if (wanted := body.get("temperature")) is not None:
+        assert params.temperature == wanted
+    limit = {RESPOND: "max_output_tokens"}.get(path, "max_tokens")
+    body = {k: v for k, v in body.items() if k != "max_completion_tokens"}
+    assert served.post(path, body | {limit: 2}).status_code == 200
 
 
 def test_a_strict_server_ignores_nothing(strict: Served) -> None:
