@@ -376,6 +376,13 @@ def test_prefill_of_chunks(kernel_device, name, window):
     assert_near(case.attend(), expected)
 
 
+@pytest.mark.parametrize("dim, page_size", [(16, 64), (128, 64), (64, 128)])
+def test_prefill_of_pages_that_hold_whole_tiles(kernel_device, dim, page_size):
+    lengths, chunks = CHUNKS["later"]
+    case = make_case(kernel_device, lengths, chunks, dim=dim, page_size=page_size)
+    assert_near(case.attend(), case.expected())
+
+
 def test_prefill_without_sinks(kernel_device):
     case = make_case(kernel_device, [90], [70], sinks=None, window=33)
     assert_near(case.attend(), case.expected())

@@ -24,6 +24,14 @@ def has_pdl() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
+@cache
+def max_shared_memory() -> int:
+    """Bytes that a program may have on this process's GPU; without one, a Hopper's."""
+    if not torch.cuda.is_available():
+        return 227 * 1024
+    return torch.cuda.get_device_properties().shared_memory_per_block_optin
+
+
 def power_of_two(least: int) -> int:
     """The smallest power of two from ``least`` on; Triton's own takes microseconds."""
     return 1 << (least - 1).bit_length()

@@ -20,7 +20,12 @@ from simplellm.model.kernels.key_tiles import (
     load_pair,
     padded,
 )
-from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
+from simplellm.model.kernels.launch import (
+    Launcher,
+    launcher,
+    max_shared_memory,
+    power_of_two,
+)
 from simplellm.model.kernels.softmax import find_rows, softmax_update
 
 # Triton would compile attention again for some values of these,
@@ -40,8 +45,11 @@ class PrefillTiles(NamedTuple):
 
 # Up to 128 registers a thread, two programs of 8 warps share a processor.
 PREFILL = PrefillTiles(block=64, warps=8, stages=3, tokens=16)
-# Longer heads leave room for one, and want keys enough for what each tile costs.
-PREFILL_LONG = PrefillTiles(block=128, warps=8, stages=2, tokens=16)
+# Longer heads leave room for one, and want keys enough for what each tile costs. With
+# two stages prompts of 2,048 tokens took 1.26 times as long on an H200; without room
+# for three, as on GPUs that are not for data centers, they do.
+PREFILL_LONG = PrefillTiles(block=128, warps=8, stages=3, tokens=16)
+LONG_ROOM = 128 * 1024  # bytes of shared memory that it takes
 PREFILL_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=8)
 # A window's first tile of keys begins with the first key of the program's first query.
 # With a query to a program, that depends on nothing else.
@@ -65,7 +73,10 @@ def prefill_tiles(
     With fewer heads a program takes more queries: the tensor cores want 128 rows, or
     some of 8 warps would have none.
     """
-    tiles = PREFILL_LONG if padded(dim) == 128 else PREFILL
+    tiles = PREFILL
+    if padded(dim) == 128:
+        stages = PREFILL_LONG.stages if max_shared_memory() >= LONG_ROOM else 2
+        tiles = PREFILL_LONG._replace(stages=stages)
     if window is not None:
         tiles = PREFILL_WINDOW
         if batch_invariant:
@@ -189,7 +200,13 @@ def prefill_kernel(
     lowest = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
     # The first query sees all keys up to here, and the others see at least these.
     clear = lowest + (first_query + 1 - lowest) // BLOCK * BLOCK
-    rows = find_rows(table_ptr, lowest + n, stop, stride_page, K * D, PAGE)
+    # Without a window each tile lies in one page: one address is enough for it.
+    WHOLE: tl.constexpr = WINDOW == 0 and PAGE % BLOCK == 0
+    if WHOLE:
+        start = find_rows(table_ptr, lowest, stop, stride_page, K * D, PAGE)
+        rows = n * (K * D)
+    else:
+        rows = find_rows(table_ptr, lowest + n, stop, stride_page, K * D, PAGE)
     top, total, acc = init_acc(sinks_ptr, heads, inside, DIMS, HAS_SINKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -199,9 +216,17 @@ def prefill_kernel(
     values_ptr += head * D
     for first in range(lowest, stop, BLOCK):
         at = first + n
-        k, v = load_pair(keys_ptr, values_ptr, rows, at < stop, D, DIMS)
         # The next tile's rows are on their way while this one is computed with.
-        rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        if WHOLE:
+            k, v = load_pair(
+                *(keys_ptr + start, values_ptr + start, rows, at < stop, D, DIMS)
+            )
+            start = find_rows(
+                *(table_ptr, first + BLOCK, stop, stride_page, K * D, PAGE)
+            )
+        else:
+            k, v = load_pair(keys_ptr, values_ptr, rows, at < stop, D, DIMS)
+            rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
         k, v = k.to(q.dtype), v.to(q.dtype)  # if they are stored in FP8
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = apply_mask(logits, at[None, :], queries, first, clear, stop, WINDOW)
