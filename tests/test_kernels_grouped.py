@@ -52,6 +52,7 @@ CLOSE = {
 ROUNDED = dict(rtol=3e-2, atol=3e-2)
 TINY = {"hidden": 136, "intermediate": 24}
 SMALL = Grouping(rows=32, tokens=16, warps=4, stages=2)
+NARROWED = Grouping(rows=32, tokens=32, warps=4, stages=2, widths=2)
 
 
 def number(value: int, device: str) -> torch.Tensor:
@@ -190,8 +191,11 @@ HALVES = [
     pytest.param(kind, dtype, way, marks=() if few else exhaustive)
     for number_of_kind, kind in enumerate(FORMATS)
     for number_of_dtype, dtype in enumerate(CLOSE)
-    for way in (SMALL, INVARIANT_GROUPING)
-    for few in [way is SMALL and number_of_kind % 2 == number_of_dtype]
+    for way in (SMALL, INVARIANT_GROUPING, NARROWED)
+    for few in [
+        (way is SMALL and number_of_kind % 2 == number_of_dtype)
+        or (way is NARROWED and number_of_kind == number_of_dtype == 0)
+    ]
 ]
 
 
@@ -274,14 +278,15 @@ def test_invariant_experts_have_the_same_bits_in_any_company(kernel_device, kind
 def test_blocks_are_of_sizes_that_can_be_sorted_and_multiplied():
     assert INVARIANT_GROUPING in [grouping for _, grouping in GROUPINGS]
     for _, grouping in GROUPINGS:
-        assert grouping.tokens.bit_count() == 1 and grouping.tokens >= 16
+        narrowest = grouping.tokens >> grouping.widths - 1
+        assert grouping.tokens.bit_count() == 1 and narrowest >= 16
         assert grouping.rows % 64 == 0
 
 
 def test_larger_batches_have_larger_blocks():
     sizes = 1, 5, 64, 129, 512, 769, 16384
     found = [choose_grouping(tokens, 128, 8).tokens for tokens in sizes]
-    assert found == [16, 16, 16, 64, 64, 128, 128]
+    assert found == [16, 16, 16, 64, 64, 128, 256]
 
 
 @KINDS

@@ -70,3 +70,11 @@ def write_blocks(
     tl.store(blocks_ptr + b * 2, expert, b < num_blocks)
     tl.store(blocks_ptr + b * 2 + 1, first, b < num_blocks)
     return begin
+
+
+@triton.jit
+def nearest(count, SIZE: tl.constexpr, LAST: tl.constexpr):
+    """Whether SIZE is the least power of two from ``count`` on, or LAST and enough."""
+    if LAST:
+        return (count > 0) & (count <= SIZE)
+    return (count > SIZE // 2) & (count <= SIZE)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.model.kernels.blocks import Dispatch
+from simplellm.model.kernels.blocks import Dispatch, nearest
 from simplellm.model.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.model.kernels.fragments import (
     UNSHIFT,
@@ -168,14 +168,6 @@ def multiply_block(
         ptrs = out_ptr + (pairs.to(tl.int64)[None, :] * N + rows[:, None])
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(ptrs, out, valid[None, :] & inside[:, None])
-
-
-@triton.jit
-def nearest(count, SIZE: tl.constexpr, LAST: tl.constexpr):
-    """Whether SIZE is the least power of two from ``count`` on, or LAST and enough."""
-    if LAST:
-        return (count > 0) & (count <= SIZE)
-    return (count > SIZE // 2) & (count <= SIZE)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import Scaled
-from simplellm.model.kernels.blocks import Dispatch
+from simplellm.model.kernels.blocks import Dispatch, nearest
 from simplellm.model.kernels.gated import apply_gate, gate_and_up_rows
 from simplellm.model.kernels.grouped_few import are_few, experts_few
 from simplellm.model.kernels.launch import Launcher, launcher
@@ -52,6 +52,7 @@ def grouped_kernel(
     DEPTH: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WIDTHS: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -67,7 +68,8 @@ def grouped_kernel(
     out[pair] = weight[expert] @ x[position] * scores[pair]
 
     x has x_count rows. The other half may start once the first one has what is known
-    of blocks: it reads that, and scores, without waiting.
+    of blocks: it reads that without waiting. A block that is not full is padded to
+    BLOCK_T, BLOCK_T / 2, … whichever is nearest of WIDTHS such.
     """
     if PDL and GATED:
         tl.extra.cuda.gdc_wait()
@@ -75,6 +77,43 @@ def grouped_kernel(
     expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
     first = tl.load(blocks_ptr + 2 * block + 1)
     end = tl.load(offsets_ptr + expert + 1)
+    if PDL and not GATED:
+        tl.extra.cuda.gdc_wait()
+    count = tl.minimum(end - first, BLOCK_T)
+    for level in tl.static_range(WIDTHS):
+        if nearest(count, BLOCK_T >> level, level == WIDTHS - 1):
+            multiply_group(
+                *(x_ptr, x_scales_ptr, weight_ptr, scales_ptr, scores_ptr, pairs_ptr),
+                *(out_ptr, x_count, expert, first, end, TOP_K, N, K, BLOCK_N),
+                *(BLOCK_T >> level, DEPTH, TILE_ROWS, COLUMNS, GATED, PDL),
+            )
+
+
+@triton.jit
+def multiply_group(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    scores_ptr,
+    pairs_ptr,
+    out_ptr,
+    x_count,
+    expert,
+    first,
+    end,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`grouped_kernel` for the pairs from ``first`` to ``end``, at most BLOCK_T."""
     positions = first + tl.arange(0, BLOCK_T)
     valid = positions < end
     pairs = tl.load(pairs_ptr + positions, valid, 0)
@@ -83,28 +122,23 @@ def grouped_kernel(
     else:
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
-    if not GATED:
-        factors = tl.load(scores_ptr + pairs, valid, 0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-    if end > first:
-        number = expert.to(tl.int64)
-        out = dot_tile(
-            *(x_ptr, x_scales_ptr, pairs // TOP_K if GATED else positions, valid),
-            *(K, x_count, weight_ptr, scales_ptr, number * N + rows),
-            *(number * tl.cdiv(N, TILE_ROWS) + rows // TILE_ROWS, inside, 0, K),
-            *(K, DEPTH, COLUMNS, PDL),
-        )
-        if GATED:
-            out = apply_gate(out, "swiglu")
-            here = units < N // 2
-            where = positions.to(tl.int64)[None, :] * (N // 2) + units[:, None]
-        else:
-            out *= factors[None, :]
-            here = inside
-            where = pairs.to(tl.int64)[None, :] * N + rows[:, None]
-        out = out.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + where, out, here[:, None] & valid[None, :])
+    number = expert.to(tl.int64)
+    out = dot_tile(
+        *(x_ptr, x_scales_ptr, pairs // TOP_K if GATED else positions, valid),
+        *(K, x_count, weight_ptr, scales_ptr, number * N + rows),
+        *(number * tl.cdiv(N, TILE_ROWS) + rows // TILE_ROWS, inside, 0, K),
+        *(K, DEPTH, COLUMNS, PDL),
+    )
+    if GATED:
+        out = apply_gate(out, "swiglu")
+        here = units < N // 2
+        where = positions.to(tl.int64)[None, :] * (N // 2) + units[:, None]
+    else:
+        out *= tl.load(scores_ptr + pairs, valid, 0)[None, :]
+        here = inside
+        where = pairs.to(tl.int64)[None, :] * N + rows[:, None]
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + where, out, here[:, None] & valid[None, :])
 
 
 class Grouping(NamedTuple):
@@ -114,6 +148,7 @@ class Grouping(NamedTuple):
     tokens: int  # of a block, `dispatch`'s ``block``
     warps: int
     stages: int  # of loads under way
+    widths: int = 1  # sizes that a block is padded to: tokens, tokens / 2, …
 
 
 # For at most so many pairs of each expert if tokens spread evenly. With few, reading
@@ -122,7 +157,8 @@ class Grouping(NamedTuple):
 GROUPINGS: tuple[tuple[float, Grouping], ...] = (
     (8, Grouping(rows=64, tokens=16, warps=4, stages=6)),
     (48, Grouping(rows=128, tokens=64, warps=8, stages=4)),
-    (math.inf, Grouping(rows=128, tokens=128, warps=8, stages=4)),
+    (256, Grouping(rows=128, tokens=128, warps=4, stages=3)),
+    (math.inf, Grouping(rows=128, tokens=256, warps=8, stages=3, widths=2)),
 )
 INVARIANT_GROUPING = GROUPINGS[1][1]  # for any number of tokens
 
@@ -137,8 +173,8 @@ def choose_grouping(
     are none for the largest tiles.
     """
     mean = tokens * top_k / experts
-    best = next(grouping for most, grouping in GROUPINGS if mean <= most)
-    return best._replace(tokens=min(best.tokens, 64)) if scaled else best
+    table = GROUPINGS[:2] if scaled else GROUPINGS
+    return next((way for most, way in table if mean <= most), table[-1][1])
 
 
 @cache
@@ -164,6 +200,7 @@ def grouped_launcher(
         DEPTH=128 // itemsize,
         TILE_ROWS=tile[0],
         COLUMNS=tile[1],
+        WIDTHS=grouping.widths,
         GATED=gated,
         num_warps=grouping.warps,
         num_stages=grouping.stages,
