@@ -203,6 +203,30 @@ def test_drafts_that_become_good_are_found_again() -> None:
     assert speedup > 1.5
 
 
+def test_drafts_that_take_longer_than_they_bring_are_left_out() -> None:
+    """As on an H200 with 64 requests: each draft costs more than its row in a step."""
+
+    class Ones:
+        def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
+            return [1] * most, 0
+
+    costs = StepCosts({1: 3.8, 64: 4.7, 128: 5.4, 256: 7.2})
+    speculator, coin = Speculator(5, costs, Ones), random.Random(0)
+    asked = [request([2], number) for number in range(64)]
+    totals = []
+    for _ in range(60):
+        drafts = sum(map(len, speculator.choose(asked, 64, 256)))
+        totals.append(drafts)
+        seconds = costs(64 + drafts) + 1.1 + 0.014 * drafts
+        speculator.learn_interval(64 + drafts, drafts, seconds)
+        for one in asked:
+            while coin.random() < 0.75:
+                one.tokens.append(1)
+            one.tokens.append(2)
+    assert max(totals) > 192  # it has been tried
+    assert all(96 < drafts < 192 for drafts in totals[-20:])
+
+
 # The engine's texts
 
 ASKED = [

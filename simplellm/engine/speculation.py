@@ -30,7 +30,7 @@ FADE = 0.5  # the same, each time that drafting backs off
 SIGNIFICANCE = 0.001  # likelihood of so many wrong drafts below which that's done
 BACKOFF_STEPS = 8, 512  # steps that the first backoff takes, and the longest
 BACKOFF_FACTOR = 4  # times as long is each backoff as the one before
-TIMED_STEPS = 2  # the last ones of a backoff, in which the time of steps is noted
+TIMED_STEPS = 4  # the last ones of a backoff, in which the time of steps is noted
 MOST_INTERVAL = 1.0  # seconds between steps that follow one another
 PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
 PRIOR_WEIGHT = 2.0  # in drafts
@@ -128,18 +128,36 @@ class AcceptanceRate:
 class Overhead:
     """Seconds by which steps that follow one another take longer than they cost.
 
-    What the host has to do between them, unless it is ahead of the device.
+    That is the attention to what the cache holds, the making of drafts, and what the
+    host has to do between steps, unless it is ahead of the device: a line by the number
+    of drafts, by least squares, where what was longer ago counts less.
     """
 
+    count: float = 0.0
+    drafts: float = 0.0  # sums, of all steps
     seconds: float = 0.0
-    seen: bool = False
+    squares: float = 0.0  # of drafts
+    products: float = 0.0  # of drafts and seconds
 
-    def learn(self, seconds: float) -> None:
-        """Count one more; what was longer ago counts less."""
+    def learn(self, drafts: int, seconds: float) -> None:
+        """Count one more step, with so many drafts."""
         seconds = max(seconds, 0.0)
-        share = 1 - DECAY if self.seen else 1.0
-        self.seconds += share * (seconds - self.seconds)
-        self.seen = True
+        self.count = DECAY * self.count + 1
+        self.drafts = DECAY * self.drafts + drafts
+        self.seconds = DECAY * self.seconds + seconds
+        self.squares = DECAY * self.squares + drafts**2
+        self.products = DECAY * self.products + drafts * seconds
+
+    def line(self, plain: float | None) -> tuple[float, float]:
+        """Of no drafts, and of each; ``plain`` is one more point, of a step without."""
+        count = self.count + (plain is not None)
+        seconds = self.seconds + (plain or 0.0)
+        spread = count * self.squares - self.drafts**2
+        slope = 0.0
+        if spread > 1e-6 * count * self.squares:  # else all had the same number
+            slope = (count * self.products - self.drafts * seconds) / spread
+        slope = max(slope, 0.0)
+        return max((seconds - slope * self.drafts) / count, 0.0), slope
 
 
 @dataclass
@@ -402,17 +420,23 @@ class Speculator:
         """Seconds of a step of so many ``tokens``, of which some are ``drafts``."""
         assert self.costs is not None
         plain, drafting = self.overheads
-        if drafts and drafting.seen:  # such steps never overlap more than others
-            return self.costs(tokens) + max(drafting.seconds, plain.seconds)
+        cost = self.costs(tokens)
+        fixed = plain.seconds / plain.count if plain.count else None
+        if drafting.count:
+            least, each = drafting.line(fixed)
+            # Until a step without drafts was timed, it takes what others have at least.
+            fixed = least if fixed is None else fixed
+            if drafts:  # such steps never overlap more than others
+                return cost + max(least + each * drafts, fixed)
         made = -(-drafts // max(1, tokens - drafts)) * self.seconds
         if self.costly and drafts:  # of all, whether they are checked or not
             made = self.most * max(1, tokens - drafts) * self.seconds
-        return self.costs(tokens) + plain.seconds + made
+        return cost + (fixed or 0.0) + made
 
     def learn_interval(self, tokens: int, drafts: int, seconds: float) -> None:
         """A step of decodes has come so long after another one like it."""
         if self.costs is not None:
-            self.overheads[drafts > 0].learn(seconds - self.costs(tokens))
+            self.overheads[drafts > 0].learn(drafts, seconds - self.costs(tokens))
 
     def _choose_counts(
         self,
