@@ -129,6 +129,30 @@ def find_sequence(
     return low, begin, end, begin + (tile - begin // TOKENS - low) * TOKENS
 
 
+@triton.jit
+def tile_rows(
+    table_ptr,
+    first,
+    n,  # int32 [N]: 0, 1, ...
+    stop,
+    stride_page,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Where the tile of the keys from ``first`` on begins, and its rows from there.
+
+    One that lies as a WHOLE in a page needs one address; else each row has its own.
+    """
+    if WHOLE:
+        start = find_rows(table_ptr, first, stop, stride_page, ROW, PAGE)
+        rows = n * ROW
+    else:
+        start = tl.zeros([], tl.int64)
+        rows = find_rows(table_ptr, first + n, stop, stride_page, ROW, PAGE)
+    return start, rows
+
+
 @triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
 def prefill_kernel(
     # Pointers
@@ -200,13 +224,8 @@ def prefill_kernel(
     lowest = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
     # The first query sees all keys up to here, and the others see at least these.
     clear = lowest + (first_query + 1 - lowest) // BLOCK * BLOCK
-    # Without a window each tile lies in one page: one address is enough for it.
     WHOLE: tl.constexpr = WINDOW == 0 and PAGE % BLOCK == 0
-    if WHOLE:
-        start = find_rows(table_ptr, lowest, stop, stride_page, K * D, PAGE)
-        rows = n * (K * D)
-    else:
-        rows = find_rows(table_ptr, lowest + n, stop, stride_page, K * D, PAGE)
+    start, rows = tile_rows(table_ptr, lowest, n, stop, stride_page, K * D, PAGE, WHOLE)
     top, total, acc = init_acc(sinks_ptr, heads, inside, DIMS, HAS_SINKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -216,17 +235,12 @@ def prefill_kernel(
     values_ptr += head * D
     for first in range(lowest, stop, BLOCK):
         at = first + n
+        own = at < stop
+        k, v = load_pair(keys_ptr + start, values_ptr + start, rows, own, D, DIMS)
         # The next tile's rows are on their way while this one is computed with.
-        if WHOLE:
-            k, v = load_pair(
-                *(keys_ptr + start, values_ptr + start, rows, at < stop, D, DIMS)
-            )
-            start = find_rows(
-                *(table_ptr, first + BLOCK, stop, stride_page, K * D, PAGE)
-            )
-        else:
-            k, v = load_pair(keys_ptr, values_ptr, rows, at < stop, D, DIMS)
-            rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        start, rows = tile_rows(
+            table_ptr, first + BLOCK, n, stop, stride_page, K * D, PAGE, WHOLE
+        )
         k, v = k.to(q.dtype), v.to(q.dtype)  # if they are stored in FP8
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = apply_mask(logits, at[None, :], queries, first, clear, stop, WINDOW)
