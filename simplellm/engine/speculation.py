@@ -29,10 +29,12 @@ DECAY = 0.9  # of earlier drafts' weight, at each new guess
 FADE = 0.5  # the same, each time that drafting backs off
 SIGNIFICANCE = 0.001  # likelihood of so many wrong drafts below which that's done
 BACKOFF_STEPS = 8, 512  # steps that the first backoff takes, and the longest
+PRICED_STEPS = 128  # the longest, where drafts cost too much for how many run
 BACKOFF_FACTOR = 4  # times as long is each backoff as the one before
 TIMED_STEPS = 4  # the last ones of a backoff, in which the time of steps is noted
 MOST_INTERVAL = 1.0  # seconds between steps that follow one another
 PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
+TRAINED_RATE = 0.7  # the same, of a head's: those that are published have about that
 PRIOR_WEIGHT = 2.0  # in drafts
 OWN_WEIGHT = 4.0  # drafts of a request after which its own rate is half of the mix
 
@@ -194,9 +196,12 @@ class DraftBackoff:
         self.right, self.wrong = False, 0
         return self.likelihood < SIGNIFICANCE
 
-    def begin(self) -> None:
-        """Back off. After that, one more wrong draft is enough for the next backoff."""
-        self.left, self.requests = self.next, 0
+    def begin(self, most: int) -> None:
+        """Back off, for ``most`` steps at most.
+
+        After that, one more wrong draft is enough for the next backoff.
+        """
+        self.left, self.requests = min(self.next, most), 0
         self.next = min(BACKOFF_FACTOR * self.next, BACKOFF_STEPS[1])
         self.likelihood = SIGNIFICANCE
 
@@ -312,12 +317,12 @@ class Speculator:
             counts = self._choose_counts(states, offered, len(states), max_drafts)
             self.proposer.count = max(counts)
             if not any(counts):  # later it is tried again
-                self._give_up()
+                self._give_up(PRICED_STEPS)
         return self.proposer.count
 
-    def _give_up(self) -> None:
+    def _give_up(self, most: int = BACKOFF_STEPS[1]) -> None:
         """Make no drafts for a while, and then think better of them."""
-        self.backoff.begin()
+        self.backoff.begin(most)
         if self.proposer is not None:
             self.proposer.count = 0
         states = self.draft_states.values()
@@ -352,7 +357,8 @@ class Speculator:
 
     def _chance(self, state: DraftState) -> float:
         """How likely a draft is right if those before it are."""
-        shared = self._shared_rate(state.confidence).mixed(PRIOR_RATE, PRIOR_WEIGHT)
+        prior = PRIOR_RATE if self.proposer is None else TRAINED_RATE
+        shared = self._shared_rate(state.confidence).mixed(prior, PRIOR_WEIGHT)
         return state.rate.mixed(shared, OWN_WEIGHT)
 
     def waits(self, request: Request) -> bool:
