@@ -11,13 +11,15 @@ The head has the size of the public ones.
 
 For each batch there are four ways, whose turns repeat: no speculation; three drafts;
 as many as are chosen; and as many as are chosen where no draft is ever right. What is
-known of drafts from earlier turns is that of the same way. Each request has a prompt of
-random tokens of its own. What counts are the tokens between the moment when the last
-request got its first and that when the first one ended.
+known of drafts from earlier turns is that of the same way. With --apart all turns
+without speculation come first, for a model of which the GPU can't hold two. Each
+request has a prompt of random tokens of its own. What counts are the tokens between the
+moment when the last request got its first and that when the first one ended.
 
 Without a model it is the embedded one, to try the script itself.
 """
 
+import gc
 import random
 import statistics
 import sys
@@ -145,9 +147,14 @@ def speed(engine: Engine, prompts: Sequence[list[int]], count: int) -> float:
 
 
 class Run:
-    """Two engines of a model, one of which checks drafts."""
+    """Two engines of a model, one of which checks drafts; or one, for some WAYS."""
 
-    def __init__(self, args: Any, folder: Path) -> None:
+    plain: Engine | None = None
+    drafting: Engine | None = None
+    costs: StepCosts | None = None
+
+    def __init__(self, args: Any, folder: Path, ways: Sequence[str] = WAYS) -> None:
+        self.ways = ways
         device = find_device(args.device)
         self.args, self.coin = args, Coin(device)
         dtype = find_dtype(None, device)
@@ -164,8 +171,14 @@ class Run:
         began = time.monotonic()
         source = open_weights(*weights)
         write_head(folder / "head", source.config)
-        self.plain, _, _ = load_engine(source, config, dtype, device)
-        print(f"without drafts: ready after {time.monotonic() - began:.0f} s")
+        self.vocab_size, self.batches = source.config.vocab_size, batches
+        self.known: dict[str, tuple[Any, DraftBackoff]] = {}  # of drafts, by way
+        if "none" in ways:
+            self.plain, _, _ = load_engine(source, config, dtype, device)
+            self.plain.start()
+            print(f"without drafts: ready after {time.monotonic() - began:.0f} s")
+        if set(ways) <= {"none"}:
+            return
         config = replace(config, speculative=args.speculative or str(folder / "head"))
         source = open_weights(*weights)
         # For good: a graph that is captured does what stands here while it is.
@@ -173,17 +186,29 @@ class Run:
         mock.patch.object(speculation, "accept_drafts", self.coin.accept_drafts).start()
         self.drafting, _, _ = load_engine(source, config, dtype, device)
         print(f"with drafts: ready after {time.monotonic() - began:.0f} s", flush=True)
-        self.vocab_size, self.batches = source.config.vocab_size, batches
         scheduler = self.drafting.scheduler
         assert isinstance(scheduler, SpeculativeScheduler)
         self.speculator: Speculator = scheduler.speculator
         self.most, self.costs = self.speculator.most, self.speculator.costs
-        self.known: dict[str, tuple[Any, DraftBackoff]] = {}  # of drafts, by way
+        self.drafting.start()
+
+    def close(self) -> None:
+        """Give the memory back."""
         for engine in (self.plain, self.drafting):
-            engine.start()
+            if engine is not None:
+                engine.shutdown(cancel=True)
+        self.plain = self.drafting = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def way(self, name: str, prompts: Sequence[list[int]]) -> dict[str, float]:
         """One of WAYS: its tokens a second, and what became of its drafts."""
+        if name == "none":
+            assert self.plain is not None
+            speed_now = speed(self.plain, prompts, self.args.tokens)
+            return {"tokens_per_second": speed_now}
+        assert self.drafting is not None
         speculator, fixed = self.speculator, name == "three"
         speculator.costs = None if fixed else self.costs
         speculator.most = DRAFTS if fixed else self.most
@@ -191,10 +216,9 @@ class Run:
             name, ({}, DraftBackoff())
         )
         self.coin.chance.fill_(0.0 if name == "wrong" else chance_of(self.args.length))
-        engine = self.plain if name == "none" else self.drafting
         before = speculator.drafts, sum(speculator.accepted.values())
         checked = sum(speculator.checked.values())
-        speed_now = speed(engine, prompts, self.args.tokens)
+        speed_now = speed(self.drafting, prompts, self.args.tokens)
         steps = speculator.drafts - before[0]
         right = sum(speculator.accepted.values()) - before[1]
         drafts = sum(speculator.checked.values()) - checked
@@ -202,12 +226,12 @@ class Run:
         return row | {"length": 1 + right / steps if steps else 1.0}
 
     def batch(self, count: int) -> dict[str, Any]:
-        """A row of the record: medians of the turns, and times no speculation."""
+        """A row of the record: medians of the turns."""
         draw = random.Random(count)
-        turns: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+        turns: dict[str, list[dict[str, float]]] = {name: [] for name in self.ways}
         for turn in range(self.args.turns + 1):
             # The first one warms up, and what is known of other batches is gone.
-            for name in WAYS:
+            for name in self.ways:
                 every = range(self.vocab_size)
                 prompts = [
                     draw.choices(every, k=self.args.prompt) for _ in range(count)
@@ -216,18 +240,21 @@ class Run:
                 if turn:
                     turns[name].append(figures)
         row: dict[str, Any] = {"batch": count}
-        base = statistics.median(t["tokens_per_second"] for t in turns["none"])
         for name, some in turns.items():
             rates = [t["tokens_per_second"] for t in some]
-            median = statistics.median(rates)
-            row[name] = {"tokens_per_second": median, "turns": rates}
+            row[name] = {"tokens_per_second": statistics.median(rates), "turns": rates}
             if name != "none":
-                row[name] |= {
-                    "times": median / base,
-                    "drafts": statistics.mean(t["drafts"] for t in some),
-                    "length": statistics.mean(t["length"] for t in some),
-                }
+                for figure in ("drafts", "length"):
+                    row[name][figure] = statistics.mean(t[figure] for t in some)
         return row
+
+
+def with_times(row: dict[str, Any]) -> dict[str, Any]:
+    """``row``, where each way says how many times no speculation it is."""
+    for name in WAYS[1:]:
+        speeds = [row[way]["tokens_per_second"] for way in (name, "none")]
+        row[name]["times"] = speeds[0] / speeds[1]
+    return row
 
 
 def main() -> None:
@@ -240,6 +267,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--cache-bytes", type=int, default=2**33)
     parser.add_argument("--speculative", help="default: a random head of public size")
+    parser.add_argument("--apart", action="store_true", help="an engine at a time")
     parser.add_argument("--device")
     args = parser.parse_args()
     record: dict[str, Any] = {
@@ -251,30 +279,32 @@ def main() -> None:
         "answer": args.tokens,
         "rows": [],
     }
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(args, Path(folder))
-    costs = run.costs if isinstance(run.costs, StepCosts) else None
-    if costs is not None:
-        record["step_ms"] = {
-            size: 1e3 * seconds
-            for size, seconds in zip(costs.sizes, costs.seconds, strict=True)
-        }
-        record["draft_ms"] = 1e3 * run.speculator.seconds
-        print({n: round(t, 2) for n, t in record["step_ms"].items()})
-        print(f"a draft takes {record['draft_ms']:.3f} ms")
     titles = "batch", "none, tok/s", "three", "length", "chosen", "length", "wrong"
-    print(("{:>12}" * len(titles)).format(*titles))
-    for count in run.batches:
-        row = run.batch(count)
-        record["rows"].append(row)
-        cells = [f"{count}", f"{row['none']['tokens_per_second']:.0f}"]
-        for name in WAYS[1:3]:
-            cells += [f"{row[name]['times']:.2f}x", f"{row[name]['length']:.2f}"]
-        cells.append(f"{row['wrong']['times']:.3f}x")
-        print(("{:>12}" * len(cells)).format(*cells), flush=True)
-        save(record, args.json)
-    for engine in (run.plain, run.drafting):
-        engine.shutdown(cancel=True)
+    rows: dict[int, dict[str, Any]] = {}
+    for ways in (WAYS[:1], WAYS[1:]) if args.apart else (WAYS,):
+        with tempfile.TemporaryDirectory() as folder:
+            run = Run(args, Path(folder), ways)
+        if run.costs is not None:
+            costs = zip(run.costs.sizes, run.costs.seconds, strict=True)
+            record["step_ms"] = {size: 1e3 * seconds for size, seconds in costs}
+            record["draft_ms"] = 1e3 * run.speculator.seconds
+            print({n: round(t, 2) for n, t in record["step_ms"].items()})
+            print(f"a draft takes {record['draft_ms']:.3f} ms")
+        if "wrong" in ways:
+            print(("{:>12}" * len(titles)).format(*titles))
+        for count in run.batches:
+            row = rows.setdefault(count, {})
+            row |= run.batch(count)
+            if "wrong" not in ways:
+                continue
+            record["rows"].append(with_times(row))
+            cells = [f"{count}", f"{row['none']['tokens_per_second']:.0f}"]
+            for name in WAYS[1:3]:
+                cells += [f"{row[name]['times']:.2f}x", f"{row[name]['length']:.2f}"]
+            cells.append(f"{row['wrong']['times']:.3f}x")
+            print(("{:>12}" * len(cells)).format(*cells), flush=True)
+            save(record, args.json)
+        run.close()
 
 
 if __name__ == "__main__":
