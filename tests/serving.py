@@ -193,17 +193,18 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
 @contextmanager
 def slow(llm: LLM) -> Iterator[None]:
     """Every step takes a while."""
-    start = llm.engine_core.runner.start_forward
+    runner = llm.engine_core.runner
+    start = runner.start_forward
 
     def late(works: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
         time.sleep(STEP)
         start(works, sampling)
 
-    llm.engine_core.runner.start_forward = late  # type: ignore[assignment]
+    runner.start_forward = late  # type: ignore[assignment]
     try:
         yield
     finally:
-        llm.engine_core.runner.start_forward = start  # type: ignore[method-assign]
+        runner.start_forward = start  # type: ignore[method-assign]
 
 
 def run(coroutine: Any) -> Any:

@@ -4,6 +4,7 @@ test_gpu_conditions.py provokes the same on a card. That graphs may be missing i
 test_runner.py, that kernels may not compile in test_kernels_compiling.py.
 """
 
+import gc
 import json
 import logging
 import sys
@@ -22,6 +23,7 @@ from families import CASES, write
 from simplellm import LLM, EngineConfig
 from simplellm.api import load
 from simplellm.apps.quantize import quantize_checkpoint
+from simplellm.base.request import EngineError
 from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.folder import EMBEDDED
@@ -230,6 +232,65 @@ def test_a_cache_too_large_is_refused_before_the_load(card: SimpleNamespace) -> 
     with pytest.raises(torch.OutOfMemoryError, match=r"30\.0 for keys and values"):
         LLM(config=EngineConfig(cache_bytes=30 * 10**9), device="cuda")
     assert not card.asked
+
+
+def test_what_is_held_for_nobody_is_given_back_before_the_check(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.free = 10**9
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: setattr(card, "free", 20 * 10**9)
+    )
+    with enough(Need(weights=10**10, cache=10**9, step=10**8), GPU):
+        assert card.free == 20 * 10**9
+
+
+def tensors() -> dict[int, torch.Tensor]:
+    """All there are, once those are gone that nobody can reach."""
+    gc.collect()
+    return {id(x): x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)}
+
+
+@pytest.mark.parametrize("drafts", [None, "suffix", "head", str(EMBEDDED)])
+def test_a_closed_llm_has_no_memory_any_more(drafts: str | None) -> None:
+    """Who runs a notebook's cell again makes an LLM while the last one has a name."""
+    options: dict[str, Any]
+    options = {"speculative": drafts, "num_speculative_tokens": 2} if drafts else {}
+    before = tensors()
+    with LLM(device="cpu", **options) as llm:
+        future = llm.generate("12 + 34 =", max_tokens=12, temperature=0)
+        text, model = future[0].text, llm.model
+        assert len(tensors()) > len(before) + 100
+    logits = model.logits([1, 2, 3])  # what others hold stays whole
+    del model
+    assert [x.shape for key, x in tensors().items() if key not in before] == [
+        logits.shape
+    ]
+    assert future.result()[0].text == text and llm.tokenizer.encode(text)
+    stats = llm.stats()
+    assert sum(stats.finished.values()) == 1
+    assert stats.drafts > 0 or drafts in (None, "suffix")
+    assert not any(llm.engine.snapshot()["pages"]["references"])
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        llm.model  # noqa: B018
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        llm.generate("12 + 34 =")
+
+
+def test_an_engine_that_died_has_no_memory_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = tensors()
+    llm = LLM(device="cpu")
+    monkeypatch.setattr(llm.engine_core, "collect", lambda depth: 1 / 0)
+    with pytest.raises(EngineError, match="division by zero"):
+        llm.generate("12 + 34 =").result()
+    assert llm.engine_core.thread is not None
+    llm.engine_core.thread.join()
+    assert tensors().keys() <= before.keys()
+    with pytest.raises(EngineError, match="division by zero"):
+        llm.model  # noqa: B018
+    llm.close()
 
 
 def test_memory_that_runs_out_during_the_load_is_explained(

@@ -100,11 +100,11 @@ class LLM:
 
     @property
     def model(self) -> "Model":
-        """What computes. Raises EngineError if that isn't in this process alone."""
-        runner = self.engine_core.runner
-        if runner.ranks.size > 1:
-            raise EngineError(f"the model is shared by {runner.ranks.size} ranks")
-        return runner.model
+        """What computes. Raises EngineError if it's elsewhere, shared or let go of."""
+        (engine := self.engine_core).check_open()
+        if (size := engine.runner.ranks.size) > 1:
+            raise EngineError(f"the model is shared by {size} ranks")
+        return engine.runner.model
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -238,7 +238,7 @@ class LLM:
         return self.engine.stats()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Finish what was asked for, or end it with ``cancel``, and accept no more."""
+        """Finish or ``cancel`` what was asked for, take no more and free its memory."""
         self._delivery.close(cancel)
         self._finalizer.detach()
 

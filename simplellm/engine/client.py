@@ -82,7 +82,8 @@ class EngineClient(Protocol):
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``cancel`` them now.
 
-        Waits until that is done, for at most ``timeout`` seconds.
+        Waits until that is done, for at most ``timeout`` seconds. Then the memory that
+        the engine had is free, but for what others hold.
         """
 
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from simplellm.base.event_queue import EventQueue
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
@@ -26,8 +24,9 @@ from simplellm.engine.launch_timer import LaunchTimer
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.engine.snapshot import RequestSnapshot, Snapshot
-from simplellm.engine.speculation import ChainedChunk
+from simplellm.engine.speculation import ChainedChunk, SpeculativeScheduler
 from simplellm.engine.stats import Meter, Stats
+from simplellm.model.machine import empty_cache, on
 
 LOGGER = logging.getLogger("simplellm")
 
@@ -231,9 +230,7 @@ class Engine(EngineBase):
 
     def start(self) -> None:
         """Run steps in a thread of its own until `shutdown`."""
-        thread = threading.Thread(
-            target=self._loop, name="simplellm-engine", daemon=True
-        )
+        thread = threading.Thread(None, self._loop, "simplellm-engine", daemon=True)
         thread.start()
         self.thread = thread  # now others may wait for its end
 
@@ -247,21 +244,24 @@ class Engine(EngineBase):
             self.thread.join(timeout)
 
     def _loop(self) -> None:
-        device = self.runner.device
-        if device.type == "cuda":  # a thread begins on the first GPU
-            torch.cuda.set_device(device)
-        try:
-            while self._drain_inbox_until_launch():
-                with self.lock:
-                    expired = self.scheduler.expire(time.monotonic())
-                self.emit([*map(self._event, expired)])
-                if self.scheduler.requests or self.flights:
-                    self.step()
-        except BaseException as error:
-            LOGGER.exception("the engine died")
-            self._die(error)
-        self.runner.ranks.close()
-        self.events.put(None)
+        with on(device := self.runner.device):  # a thread begins on the first GPU
+            try:
+                while self._drain_inbox_until_launch():
+                    with self.lock:
+                        expired = self.scheduler.expire(time.monotonic())
+                    self.emit([*map(self._event, expired)])
+                    if self.scheduler.requests or self.flights:
+                        self.step()
+            except BaseException as error:
+                LOGGER.exception("the engine died")
+                self._die(error)
+            self.runner.ranks.close()
+            self.flights.clear()  # there are some if it died
+            if isinstance(self.scheduler, SpeculativeScheduler):
+                self.scheduler.speculator.close()
+            del self.runner  # its pages, graphs and weights: others may need the memory
+            empty_cache(device)
+            self.events.put(None)
 
     def _drain_inbox_until_launch(self) -> bool:
         """Carry out what other threads asked for; wait while no step is due."""

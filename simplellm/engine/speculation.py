@@ -344,6 +344,11 @@ class Speculator:
         self.checked.update(range(1, checked + 1))
         self.accepted.update(range(1, right + 1))
 
+    def close(self) -> None:
+        """Let go of what makes drafts, and of its memory. The counts stay."""
+        self.proposer, self.drafter = None, SuffixDrafter
+        self.draft_states.clear()
+
     def draft_stats(self) -> dict[str, Any]:
         """The counts for `Stats`."""
         stats: dict[str, Any] = {"drafts": self.drafts}

@@ -1,6 +1,7 @@
 """What this machine has: the device, the dtype that suits it, and what runs there."""
 
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -65,6 +66,14 @@ def capability(device: torch.device) -> tuple[int, int]:
 def on(device: torch.device) -> AbstractContextManager[object]:
     """A context in which Triton launches on ``device``."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back the memory of a GPU that PyTorch holds, and nobody needs any more."""
+    if device.type == "cuda":
+        gc.collect()  # some may be held by objects that only hold one another
+        with suppress(RuntimeError):  # the GPU has failed
+            torch.cuda.empty_cache()
 
 
 def name_of(device: torch.device) -> str:

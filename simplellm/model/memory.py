@@ -18,6 +18,7 @@ import torch
 
 from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.names import Shape, part_of_model, tensor_shapes
+from simplellm.model.machine import empty_cache
 
 CPU_CACHE_BYTES = 2**28  # at least, and beside the longest text
 CPU_CACHE_SHARE = 0.25  # of the memory that is free once the model is loaded
@@ -299,6 +300,7 @@ def enough(need: Need, device: torch.device) -> Iterator[None]:
         "for a step (a smaller model, num_pages, cache_bytes, max_num_seqs or "
         "max_num_batched_tokens takes less)"
     )
+    empty_cache(device)
     if need.weights + need.cache + need.step > free_bytes(device)[0]:
         raise shortage(device, takes)
     try:
