@@ -20,7 +20,7 @@ from oracle import prompt, relative_errors
 from stepping import Stepper
 from torch import Tensor
 
-from simplellm import LLM, EngineConfig, load_model
+from simplellm import LLM, EngineConfig, EngineError, load_model
 from simplellm.base.config import LAYER_TYPES
 from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.mxfp4 import MXFP4
@@ -242,8 +242,11 @@ def test_the_logits_of_a_running_llm() -> None:
         ids = prompt(llm.config, 700)  # more than the engine has room for
         assert_same(llm.model.logits(ids), plain.logits(ids))
         assert len(future.result()[0].token_ids) == 99
-        llm.close()
-        assert_same(llm.model.logits(ids[:9]), plain.logits(ids[:9]))
+        model = llm.model
+        llm.close()  # lets go of the model, which whoever holds it can go on using
+        assert_same(model.logits(ids[:9]), plain.logits(ids[:9]))
+        with pytest.raises(EngineError, match="this LLM is closed"):
+            _ = llm.model
 
 
 def test_too_little_memory_is_told_before_anything_is_computed(
