@@ -29,8 +29,13 @@ PATIENCE = 60.0
 
 def forked(ranks: int, compute: Callable[[int], None]) -> None:
     """Let each rank compute in a process of its own."""
+
+    def alone(rank: int) -> None:
+        torch.set_num_threads(1)  # a forked process has none of its parent's others
+        compute(rank)
+
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=compute, args=[n]) for n in range(ranks)]
+    processes = [context.Process(target=alone, args=[n]) for n in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:
