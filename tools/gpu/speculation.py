@@ -19,7 +19,6 @@ moment when the last request got its first and that when the first one ended.
 Without a model it is the embedded one, to try the script itself.
 """
 
-import gc
 import random
 import statistics
 import sys
@@ -193,14 +192,10 @@ class Run:
         self.drafting.start()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """End the engines, which gives their memory back."""
         for engine in (self.plain, self.drafting):
             if engine is not None:
                 engine.shutdown(cancel=True)
-        self.plain = self.drafting = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def way(self, name: str, prompts: Sequence[list[int]]) -> dict[str, float]:
         """One of WAYS: its tokens a second, and what became of its drafts."""
