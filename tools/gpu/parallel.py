@@ -3,9 +3,11 @@
     python tools/gpu/parallel.py --json figures/e-tensor-parallel.json
     python tools/gpu/parallel.py --models Llama-3.1-8B --json OUT
     python tools/gpu/parallel.py --data-parallel --models gpt-oss-120b --batch 64,256
+    python tools/gpu/parallel.py --large --models Llama-3.3-70B --batch 1,8,64
 
 With --data-parallel each GPU has so many requests of its own, and they share the
-experts: then "times" is against as many replicas.
+experts: then "times" is against as many replicas. With --large the model fits no single
+GPU, and steps stand beside the time in which each GPU reads its share of the bytes.
 
 Random weights in real shapes; a model is gpt-oss's or one of speeds.py's. Both engines
 are there at once where they fit, else one after the other. What they say of the same
@@ -26,9 +28,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 import torch
 from compare import full_steps, generate
 from records import argument_parser, header, save
-from speeds import model_argument
+from speeds import config_of, model_argument
 
 from simplellm import LLM, EngineConfig
+from simplellm.apps.peaks import read_speed
+from simplellm.apps.roofline import read_bytes
 
 DEVICE = "cuda:0"  # and those behind it
 CACHE = 10**10  # bytes
@@ -97,7 +101,6 @@ class Engines:
         for llm in self.there.values():
             llm.close()
         self.there.clear()
-        torch.cuda.empty_cache()
 
 
 def measured(
@@ -138,18 +141,38 @@ def measured(
     return row
 
 
+def measured_large(model: str, ranks: int, batches: list[int]) -> dict[str, Any]:
+    """The record of a model that fits no single GPU."""
+    speed = read_speed(torch.device(DEVICE), 2**30)
+    row: dict[str, Any] = {"model": model, "bytes_per_second": speed, "decode": []}
+    with opened(model, ranks) as llm:
+        for batch in batches:
+            ms = min(step(llm, batch)[0] for _ in range(2))
+            reads = read_bytes(config_of(model), batch, LENGTH + LENGTH // 2).total
+            limit = 1e3 * reads / ranks / speed
+            row["decode"].append({"batch": batch, "step_ms": ms, "limit_ms": limit})
+            print(f"  batch {batch:3} {ms:8.3f} ms, {limit / ms:.0%} of the limit")
+        row["prefill"] = max(prefill(llm, 1) for _ in range(2))
+        print(f"  prefill {row['prefill']:,.0f}", flush=True)
+    return row
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", default="gpt-oss-20b,Llama-3.1-8B")
     parser.add_argument("--batch", default="1,8,64")
     parser.add_argument("--data-parallel", action="store_true")
+    parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
     result = {**header(), "gpus": options.ranks, "rows": []}
     for model in options.models.split(","):
         batches = [int(batch) for batch in options.batch.split(",")]
-        own = options.data_parallel
-        result["rows"].append(measured(model, options.ranks, batches, own))
+        if options.large:
+            row = measured_large(model, options.ranks, batches)
+        else:
+            row = measured(model, options.ranks, batches, options.data_parallel)
+        result["rows"].append(row)
         save(result, options.json)
 
 

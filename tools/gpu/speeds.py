@@ -33,6 +33,8 @@ QWEN_8B = QWEN | dict(model_type="qwen3", hidden_size=4096, intermediate_size=12
 QWEN_8B |= dict(num_hidden_layers=36)
 LLAMA_8B = HEADS | dict(model_type="llama", vocab_size=128256, intermediate_size=14336)
 LLAMA_8B |= dict(rope_theta=5e5, max_position_embeddings=131072)
+LLAMA_70B = LLAMA_8B | dict(hidden_size=8192, intermediate_size=28672)
+LLAMA_70B |= dict(num_hidden_layers=80, num_attention_heads=64)
 QWEN_30B = QWEN | dict(
     model_type="qwen3_moe", num_hidden_layers=48, norm_topk_prob=True
 )
@@ -59,17 +61,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+LARGE = {"Llama-3.3-70B": LLAMA_70B}  # for several GPUs
+
+
 def write_config(name: str, folder: str) -> Path:
     """A new folder ``name`` in ``folder``, with the model's config.json."""
     made = Path(folder, name)
     made.mkdir()
-    (made / "config.json").write_text(json.dumps(MODELS[name][1]))
+    (made / "config.json").write_text(json.dumps(LARGE.get(name) or MODELS[name][1]))
     return made
 
 
 def model_argument(name: str) -> str:
-    """What `LLM` takes of a model: a folder of one of MODELS, else its own name."""
-    return str(write_config(name, mkdtemp())) if name in MODELS else name
+    """What `LLM` takes of a model: a folder of one of these, else its own name."""
+    return str(write_config(name, mkdtemp())) if name in {**MODELS, **LARGE} else name
 
 
 def config_of(name: str) -> ModelConfig:
