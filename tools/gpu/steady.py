@@ -2,6 +2,7 @@
 
     python tools/gpu/steady.py gpt-oss-120b --json OUT
     python tools/gpu/steady.py gpt-oss-120b --shapes 8192x1024 --seconds 60
+    python tools/gpu/steady.py gpt-oss-120b --shapes 1000x1000 --most 64 --ranks 2
 
 A shape is tokens of a prompt x tokens of an answer. The first requests begin at random
 points of their lives: some of the answer's tokens are in the prompt already. So there
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--most", type=int, default=1024, help="requests at once")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of one engine")
     options = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     config = EngineConfig(
@@ -124,6 +126,7 @@ def main() -> None:
         prefill_chunk=8192,
         max_model_len=max(map(sum, shapes)),
         enable_prefix_caching=False,
+        tensor_parallel_size=options.ranks,
     )
     record = {"label": "steady state, random weights", **header(), "rows": []}
     began = time.perf_counter()
