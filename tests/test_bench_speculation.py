@@ -8,7 +8,7 @@ import pytest
 
 from simplellm.apps import bench_speculation, cli
 from simplellm.apps.bench_speculation import ROWS, expected_seconds
-from simplellm.engine.speculation import StepCosts
+from simplellm.engine.draft_budget import StepCosts
 
 
 def test_the_steps_that_checked_drafts_cost_more() -> None:

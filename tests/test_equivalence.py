@@ -28,7 +28,7 @@ from simplellm.base.request import Event, Request
 from simplellm.engine import graphs
 from simplellm.engine.graphs import QUERIES, CaptureShape
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.speculation import DraftState, Speculator
+from simplellm.engine.speculator import DraftState, Speculator
 from simplellm.model.memory import page_bytes, sliding_groups
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
@@ -302,7 +302,7 @@ def run_case(
         if not (engine.scheduler.requests or engine.flights):
             continue
         engine.step()
-        counts["chained"] += bool(head) and engine.runner.proposer.linked
+        counts["placeholders"] += bool(head) and engine.runner.proposer.linked
         for number, one in enumerate(managers):
             check_integrity(one)
             seen.update((number, page) for page in one.page_of)
@@ -395,7 +395,7 @@ def test_a_heads_drafts_change_no_token(
     write_head(tmp_path, tiny.config)
     counts = run_cases(tiny, alone, range(CASES), head=str(tmp_path))
     assert min(counts[reason] for reason in ("stop", "length", "abort")) >= 4, counts
-    assert counts["preemptions"] >= 5 and counts["chained"] >= 80, counts
+    assert counts["preemptions"] >= 5 and counts["placeholders"] >= 80, counts
     assert 150 <= counts["right"] < counts["drafts"] - 150, counts
 
 

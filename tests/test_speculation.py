@@ -17,8 +17,9 @@ from serving import serving
 import simplellm
 from simplellm import LLM, SamplingParams
 from simplellm.base.request import UNKNOWN, Request
+from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.head_drafter import HeadDrafter
-from simplellm.engine.speculation import Speculator, StepCosts
+from simplellm.engine.speculator import Speculator
 from simplellm.engine.stats import Stats
 from simplellm.engine.suffix import INDEXED_AT_ONCE, SuffixAutomaton, SuffixDrafter
 from simplellm.server.http import live

@@ -12,7 +12,7 @@ from typing import Any
 
 from simplellm.apps.report import Headings, circumstances
 from simplellm.base.config import EngineConfig
-from simplellm.engine.speculation import StepCosts
+from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.stats import Stats
 from simplellm.engine.step_times import time_steps
 from simplellm.model.machine import find_device

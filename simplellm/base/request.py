@@ -102,10 +102,10 @@ class Request:
         return several or self.grammar is not None
 
     @cached_property
-    def chains(self) -> bool:
-        """Whether a step of it can be launched before the last one's tokens are known.
+    def overlaps_drafts(self) -> bool:
+        """Whether its next step is launched before the drafts of the last are checked.
 
-        Even if these are drafts: nothing on the host depends on them.
+        It can be where nothing on the host depends on its tokens.
         """
         bound = self.restricted or self.params.penalizes
         return not bound and self.params.logprobs is None

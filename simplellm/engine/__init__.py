@@ -7,12 +7,16 @@ the pages of the KV cache, `page_manager.py` says which of them belongs to whom,
 `runner.py` runs the step on the device (`build_runner.py` makes it), `step_output.py`
 says what came of it, `input_batch.py` writes it into arrays,
 `block_tables.py` keeps the rows of its block tables, `launch_timer.py` says when, and
-`graphs.py` records it as a CUDA graph. `speculation.py` lets a step check guesses of
-the next tokens, which `suffix.py` makes of what a text said before,
-`head_drafter.py` of what an EAGLE-3 head reads and `model_drafter.py` of what a smaller
-model says, as far as `step_times.py` finds that
-they pay; `drafts.py` has its rules, and `build_speculation.py` makes it as the config
-says. `sampler.py` chooses tokens. `stats.py` counts. `ranks.py` has several processes
+`graphs.py` records it as a CUDA graph.
+
+`speculative_scheduler.py` lets a step check drafts, guesses of the next tokens:
+`suffix.py` makes them of what a text said before, `head_drafter.py` of what an EAGLE-3
+head reads and `model_drafter.py` of what a smaller model says. `speculator.py` chooses
+how many, by what `draft_budget.py` knows of their costs, which `step_times.py`
+measures, and of how many were right; `drafts.py` has the rules. `draft_chunks.py` says
+what such a step computes and `build_speculation.py` puts all of it together.
+
+`sampler.py` chooses tokens. `stats.py` counts. `ranks.py` has several processes
 take part in each step, as `start_ranks.py` starts them; where each has requests of its
 own, that is `data_ranks.py`, with `data_scheduler.py` and `data_runner.py`.
 `progress.py` tells those that are busy from one that hangs. `snapshot.py` types what an

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from simplellm.base.config import EngineConfig
-from simplellm.engine.build_speculation import speculative_scheduler
+from simplellm.engine.build_speculation import build_speculative_scheduler
 from simplellm.engine.data_ranks import DataLeader
 from simplellm.engine.data_runner import DataParallelRunner
 from simplellm.engine.data_scheduler import DataParallelScheduler
@@ -36,4 +36,4 @@ def build_runner(
     runner = Runner(*parts, ranks)
     if config.speculative is None:
         return runner, Scheduler(manager, **rules)
-    return runner, speculative_scheduler(runner, config, rules, draft)
+    return runner, build_speculative_scheduler(runner, config, rules, draft)

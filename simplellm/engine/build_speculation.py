@@ -14,17 +14,13 @@ from simplellm.checkpoint.eagle import (
     read_head_config,
 )
 from simplellm.checkpoint.families import read_config
+from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.graphs import MOST_VERIFIED, bucket_sizes
 from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafter, HeadProposer
 from simplellm.engine.model_drafter import ModelDrafter, seconds_per_draft
 from simplellm.engine.runner import Runner
-from simplellm.engine.speculation import (
-    DRAFTERS,
-    LONGEST_DRAFT,
-    SpeculativeScheduler,
-    Speculator,
-    StepCosts,
-)
+from simplellm.engine.speculative_scheduler import SpeculativeScheduler
+from simplellm.engine.speculator import DRAFTERS, LONGEST_DRAFT, Speculator
 from simplellm.engine.step_times import time_steps
 from simplellm.model.eagle import build_head
 from simplellm.model.host_pages import host_pages
@@ -114,7 +110,7 @@ def measure_costs(speculator: Speculator, runner: Runner) -> None:
             speculator.seconds = seconds_per_draft(drafter.model)
 
 
-def speculative_scheduler(
+def build_speculative_scheduler(
     runner: Runner, config: EngineConfig, rules: Mapping[str, Any], draft: Model | None
 ) -> SpeculativeScheduler:
     """The scheduler of ``rules`` for an engine that checks drafts.

@@ -121,6 +121,11 @@ class DataParallelScheduler:
         """End the requests whose deadline is over."""
         return [*chain(*(one.expire(now) for one in self.ranks))]
 
+    def close(self) -> None:
+        """`Scheduler.close` of each rank's."""
+        for one in self.ranks:
+            one.close()
+
     def schedule(self) -> list[ScheduledChunk]:
         """What to compute now, the first rank's first."""
         return [*chain(*(one.schedule() for one in self.ranks))]

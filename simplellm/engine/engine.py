@@ -24,7 +24,6 @@ from simplellm.engine.launch_timer import LaunchTimer
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.engine.snapshot import RequestSnapshot, Snapshot
-from simplellm.engine.speculation import ChainedChunk, SpeculativeScheduler
 from simplellm.engine.stats import Meter, Stats
 from simplellm.model.machine import empty_cache, on
 
@@ -135,9 +134,9 @@ class Engine(EngineBase):
         return tuple.__new__(Event, fields)
 
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
-        """Start a step. One that fails is tried again, without the request to blame.
+        """Start a step. If one request is to blame that it fails, that one ends.
 
-        If nobody knows which one that is, each is tried by itself.
+        The others are scheduled anew; if nobody knows which it is, each by itself.
         """
         try:
             flight = self.runner.launch(scheduled)
@@ -157,12 +156,11 @@ class Engine(EngineBase):
             for chunk in blamed:
                 why = failure("the step of this request failed", error)
                 self.end(chunk.request, "error", why)
-            for group in [scheduled] if blamed else [[chunk] for chunk in scheduled]:
-                # Some have ended, if not now, then with a flight.
-                remaining = [c for c in group if c.request.finish_reason is None]
-                # The device has lost where the others stand: they are scheduled anew.
-                if remaining := [c for c in remaining if type(c) is not ChainedChunk]:
-                    self.launch(remaining)
+            for request, _, length, samples in () if blamed else scheduled:
+                if request.finish_reason is None:  # else it has ended with a flight
+                    start = request.num_computed_tokens
+                    length = min(length, request.missing)  # without its drafts
+                    self.launch([ScheduledChunk(request, start, length, samples)])
                     self.collect(self.depth)
             return
         with self.lock:
@@ -257,8 +255,7 @@ class Engine(EngineBase):
                 self._die(error)
             self.runner.ranks.close()
             self.flights.clear()  # there are some if it died
-            if isinstance(self.scheduler, SpeculativeScheduler):
-                self.scheduler.speculator.close()
+            self.scheduler.close()
             del self.runner  # its pages, graphs and weights: others may need the memory
             empty_cache(device)
             self.events.put(None)

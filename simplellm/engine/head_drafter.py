@@ -20,6 +20,7 @@ from torch import Tensor
 from simplellm.base.draft_position import SamplePosition
 from simplellm.base.request import UNKNOWN, Request
 from simplellm.base.transfer import pinned, upload
+from simplellm.engine.draft_chunks import PlaceholderChunk, has_drafts, num_drafts
 from simplellm.engine.graphs import (
     MOST_VERIFIED,
     CaptureError,
@@ -29,7 +30,6 @@ from simplellm.engine.graphs import (
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import ChainedChunk, has_drafts, num_drafts
 from simplellm.engine.step_times import REPEATS
 from simplellm.model.batch import Batch, KVGroup
 from simplellm.model.eagle import Head, with_taps
@@ -147,7 +147,7 @@ class HeadProposer:
         self.links = numbers(longest, 4) - 1
         self.shifts = numbers(longest)  # by how many positions each token has moved
         self.linked = False  # whether any token of the step has a row
-        self.move_graphs: dict[CaptureShape, Callable[[], None]] = {}
+        self.resolve_graphs: dict[CaptureShape, Callable[[], None]] = {}
         self.read_graphs: dict[CaptureShape, Callable[[], None]] = {}
         self.draft_graphs: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
 
@@ -216,7 +216,7 @@ class HeadProposer:
         self.results[:count].scatter_(1, column, tokens.int()[:, None])
         self.column += 1
 
-    def _move_on(self, batch: Batch) -> None:
+    def _resolve(self, batch: Batch) -> None:
         """Write tokens and positions that depend on how many drafts were right.
 
         ``batch`` has the first positions that there may be.
@@ -286,7 +286,7 @@ class HeadProposer:
                 self.draft_graphs[size] = recorded(runs[0]), recorded(runs[1])
             for shape, batch in sorted(views.items(), reverse=True):
                 batch.pad()
-                self.move_graphs[shape] = recorded(partial(self._move_on, batch))
+                self.resolve_graphs[shape] = recorded(partial(self._resolve, batch))
                 count = len(batch.tokens)
                 following = sampled[:count]
                 run = partial(self._read, batch, following, sampled, count)
@@ -308,16 +308,18 @@ class HeadProposer:
         )
         return self.aux.wanted
 
-    def chain(self, scheduled: Sequence[ScheduledChunk], starts: np.ndarray) -> None:
+    def link_placeholders(
+        self, scheduled: Sequence[ScheduledChunk], starts: np.ndarray
+    ) -> None:
         """Say which requests go on from where the step before has got on the device.
 
         ``starts`` is the batch's query_start_loc.
         """
-        chained = [isinstance(chunk, ChainedChunk) for chunk in scheduled]
-        self.linked = any(chained)
+        waiting = [isinstance(chunk, PlaceholderChunk) for chunk in scheduled]
+        self.linked = any(waiting)
         if not self.linked:
             return
-        pairs, row_of = zip(chained, scheduled, strict=True), self.row_of
+        pairs, row_of = zip(waiting, scheduled, strict=True), self.row_of
         rows = [row_of[c.request.request_id] if linked else -1 for linked, c in pairs]
         staging = self.link_staging[self.index ^ 1]
         links, lengths = staging.numpy(), [chunk.length for chunk in scheduled]
@@ -331,12 +333,12 @@ class HeadProposer:
         links[owners, 3] = source
         self.links.copy_(staging, non_blocking=True)
 
-    def move_on(self, batch: Batch, shape: CaptureShape | None) -> None:
+    def resolve_placeholders(self, batch: Batch, shape: CaptureShape | None) -> None:
         """Complete ``batch`` of a step, of a graph's ``shape`` if it has one."""
-        if self.linked and shape is not None and shape in self.move_graphs:
-            self.move_graphs[shape]()
+        if self.linked and shape is not None and shape in self.resolve_graphs:
+            self.resolve_graphs[shape]()
         elif self.linked:
-            self._move_on(batch)
+            self._resolve(batch)
 
     def steps(self, runner: Runner, steps: Tensor) -> Tensor:
         """How many tokens requests have where the runner's step samples, int64 [S].
@@ -427,7 +429,7 @@ class HeadProposer:
                 pages = manager.tables[request.request_id].groups[0]
                 capacity = min(len(pages), self.width) * self.page_size
                 rows.append((sample, drafts, row, capacity))
-                sign = -1 if isinstance(chunk, ChainedChunk) else 1
+                sign = -1 if isinstance(chunk, PlaceholderChunk) else 1
                 drafting.append((request, sign * (start + length - drafts), capacity))
                 sample += 1 + drafts
             row += 1 if group.queries == 1 else -(-length // group.queries)

@@ -12,9 +12,9 @@ from numpy import ndarray
 from simplellm.base.draft_position import SamplePosition
 from simplellm.base.request import UNKNOWN
 from simplellm.engine.block_tables import BlockTables
+from simplellm.engine.draft_chunks import PlaceholderChunk, has_drafts, num_drafts
 from simplellm.engine.page_pool import PageTable
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import ChainedChunk, has_drafts, num_drafts
 
 
 def split_chunks(
@@ -101,7 +101,7 @@ def step_tokens(
     for chunk in scheduled:
         request, start, length, _ = chunk
         positions += range(start, start + length)
-        if isinstance(chunk, ChainedChunk):  # the device puts them in
+        if isinstance(chunk, PlaceholderChunk):  # the device puts them in
             tokens += [0] * length
             continue
         tokens += request.tokens[start : start + length]

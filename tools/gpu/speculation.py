@@ -43,14 +43,11 @@ from simplellm.base.config import ModelConfig
 from simplellm.base.request import Request
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
-from simplellm.engine import head_drafter, speculation
+from simplellm.engine import head_drafter, step_output
+from simplellm.engine.draft_budget import DraftBackoff, StepCosts
 from simplellm.engine.engine import Engine
-from simplellm.engine.speculation import (
-    DraftBackoff,
-    SpeculativeScheduler,
-    Speculator,
-    StepCosts,
-)
+from simplellm.engine.speculative_scheduler import SpeculativeScheduler
+from simplellm.engine.speculator import Speculator
 from simplellm.model.machine import find_device, find_dtype
 
 DRAFTS = 3
@@ -182,7 +179,7 @@ class Run:
         source = open_weights(*weights)
         # For good: a graph that is captured does what stands here while it is.
         mock.patch.object(head_drafter, "equal_drafts", self.coin.equal_drafts).start()
-        mock.patch.object(speculation, "accept_drafts", self.coin.accept_drafts).start()
+        mock.patch.object(step_output, "accept_drafts", self.coin.accept_drafts).start()
         self.drafting, _, _ = load_engine(source, config, dtype, device)
         print(f"with drafts: ready after {time.monotonic() - began:.0f} s", flush=True)
         scheduler = self.drafting.scheduler

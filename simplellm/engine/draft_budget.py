@@ -1,0 +1,138 @@
+"""What drafts cost, how many are right, and when to stop making them for a while."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+DECAY = 0.9  # of earlier drafts' weight, at each new guess
+FADE = 0.5  # the same, each time that drafting backs off
+SIGNIFICANCE = 0.001  # likelihood of so many wrong drafts below which that's done
+MIN_BACKOFF, MAX_BACKOFF = 8, 512  # steps that the first one takes, and the longest
+BACKOFF_FACTOR = 4  # times as long is each backoff as the one before
+
+
+class StepCosts:
+    """Seconds that a step of so many tokens takes: measured ones, and between them."""
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        self.sizes = sorted(measured)
+        # More tokens never take less time.
+        self.seconds = [*accumulate((measured[size] for size in self.sizes), max)]
+
+    def __call__(self, tokens: int) -> float:
+        """Seconds of a step; beyond the last size as between the last two."""
+        sizes, seconds = self.sizes, self.seconds
+        if len(sizes) == 1 or tokens <= sizes[0]:
+            return seconds[0]
+        right = min(bisect_left(sizes, tokens), len(sizes) - 1)
+        left = right - 1
+        slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
+        return seconds[left] + slope * (tokens - sizes[left])
+
+
+@dataclass
+class AcceptanceRate:
+    """The share of drafts that were right, of those that came after right ones."""
+
+    right: float = 0.0
+    tried: float = 0.0
+
+    def learn(self, right: int, tried: int) -> None:
+        """Count some more; what was longer ago counts less."""
+        self.right = DECAY * self.right + right
+        self.tried = DECAY * self.tried + tried
+
+    def fade(self) -> None:
+        """Believe less in it, so that it's tried again."""
+        self.right, self.tried = FADE * self.right, FADE * self.tried
+
+    def mixed(self, other: float, weight: float) -> float:
+        """The rate, if ``other`` was seen in ``weight`` drafts before."""
+        return (self.right + weight * other) / (self.tried + weight)
+
+
+@dataclass
+class Overhead:
+    """Seconds by which steps that follow one another take longer than they cost.
+
+    That is the attention to what the cache holds, the making of drafts, and what the
+    host has to do between steps, unless it is ahead of the device: a line by the number
+    of drafts, by least squares, where what was longer ago counts less.
+    """
+
+    count: float = 0.0
+    drafts: float = 0.0  # sums, of all steps
+    seconds: float = 0.0
+    squares: float = 0.0  # of drafts
+    products: float = 0.0  # of drafts and seconds
+
+    def learn(self, drafts: int, seconds: float) -> None:
+        """Count one more step, with so many drafts."""
+        seconds = max(seconds, 0.0)
+        self.count = DECAY * self.count + 1
+        self.drafts = DECAY * self.drafts + drafts
+        self.seconds = DECAY * self.seconds + seconds
+        self.squares = DECAY * self.squares + drafts**2
+        self.products = DECAY * self.products + drafts * seconds
+
+    def line(self, plain: float | None) -> tuple[float, float]:
+        """Of no drafts, and of each; ``plain`` is one more point, of a step without."""
+        count = self.count + (plain is not None)
+        seconds = self.seconds + (plain or 0.0)
+        spread = count * self.squares - self.drafts**2
+        slope = 0.0
+        if spread > 1e-6 * count * self.squares:  # else all had the same number
+            slope = (count * self.products - self.drafts * seconds) / spread
+        slope = max(slope, 0.0)
+        return max((seconds - slope * self.drafts) / count, 0.0), slope
+
+
+@dataclass
+class DraftBackoff:
+    """For how many steps nobody drafts: an exponential backoff from wrong drafts.
+
+    It begins when so many steps in a row had only wrong drafts that this is unlikely,
+    if drafts are as good as was thought before the first of these steps.
+    """
+
+    left: int = 0  # steps
+    next: int = MIN_BACKOFF  # steps of the next backoff
+    requests: int = 0  # that ran when it began
+    # Of so many wrong drafts in a row. The first ones have no credit.
+    likelihood: float = 4 * SIGNIFICANCE
+    prior_chance: float | None = None  # that a draft is right, before them
+    right: bool = False  # whether any was, of those of this step
+    wrong: int = 0  # requests of this step whose first draft was not
+
+    def learn(self, right: int, tried: int, chance: float) -> None:
+        """Count a request of this step: of ``tried`` drafts ``right`` were right."""
+        self.right = self.right or right > 0
+        self.wrong += tried > right == 0
+        if self.prior_chance is None:
+            self.prior_chance = chance
+
+    def end_step(self) -> bool:
+        """End a step, all of whose requests were counted. Whether to back off now."""
+        if self.right:
+            self.likelihood, self.prior_chance = 1.0, None
+            self.next = max(self.next // BACKOFF_FACTOR, MIN_BACKOFF)
+        elif self.wrong and self.prior_chance is not None:
+            self.likelihood *= (1 - self.prior_chance) ** self.wrong
+        self.right, self.wrong = False, 0
+        return self.likelihood < SIGNIFICANCE
+
+    def begin(self, most: int) -> None:
+        """Back off, for ``most`` steps at most.
+
+        After that, one more wrong draft is enough for the next backoff.
+        """
+        self.left, self.requests = min(self.next, most), 0
+        self.next = min(BACKOFF_FACTOR * self.next, MAX_BACKOFF)
+        self.likelihood = SIGNIFICANCE
+
+    def pass_step(self, requests: int) -> None:
+        """Count a step of so many requests; twice or half as many end the backoff."""
+        self.requests = self.requests or requests
+        same = self.requests < 2 * requests < 4 * self.requests
+        self.left = max(self.left - 1, 0) if same else 0
