@@ -24,6 +24,7 @@ from simplellm.model.kernels import (
     decode,
     decode_fp8,
     draw,
+    expert_exchange,
     filters,
     linear,
     norm,
@@ -56,6 +57,8 @@ EARLY = {
     "rope_kernel": "bias_ptr q_norm_ptr k_norm_ptr positions_ptr cos_ptr sin_ptr "
     "slots_ptr",
     "add_norm_kernel": "update_weight_ptr weight_ptr bias_ptr peers_ptr",
+    "combine_kernel": "peers_ptr",
+    "dispatch_kernel": "peers_ptr",
     "largest_kernel": "peers_ptr",
     "peak_kernel": "peers_ptr",
     "gemv_kernel": "weight_ptr",
@@ -209,6 +212,19 @@ def exchange_case(ranks, parts):
     )
 
 
+def expert_exchange_cases(ranks, parts):
+    """What is said of a row are 4 parts of float32, or of more rows of bfloat16."""
+    peers = Peers(torch.empty(0), 1, ranks, 256, 1444)
+    combine = expert_exchange.combine_launcher(2880, 4, peers)
+    return [
+        case_of(
+            expert_exchange.dispatch_launcher(2880, peers),
+            "*bf16 *i32 *bf16 *i32 *i64",
+        ),
+        case_of(combine, f"*{parts} *i32 *bf16 *i64"),
+    ]
+
+
 def activation_case(size, parts, activation):
     how = size, parts, activation, torch.bfloat16, None
     start, _ = other_families.activation_launcher(*how)
@@ -243,6 +259,8 @@ CASES = [
         "update_weight_ptr bias_ptr scales_ptr peers_ptr",
     ),
     *(exchange_case(ranks, 4) for ranks in (2, 8)),
+    *expert_exchange_cases(2, "fp32"),
+    *expert_exchange_cases(8, "bf16"),
     case_of(
         vocabulary.embed_part_launcher(2880, PEERS),
         "*i32 *i32 *bf16 *bf16 *i64 i32 i32",

@@ -19,8 +19,10 @@ from simplellm.engine.sampler import SamplingTensors
 from simplellm.model import ops
 from simplellm.model.kernels.draw import draw
 from simplellm.model.kernels.exchange import Peers, shared_bytes, stop_word
+from simplellm.model.kernels.expert_exchange import COUNT_WORDS, PeerExpertExchange
 from simplellm.model.kernels.norm import add_norm
 from simplellm.model.kernels.vocabulary import ExchangingShard
+from simplellm.model.layers import Experts
 from simplellm.model.parallel import Group
 
 EPS, ROWS, N, CALLS = 1e-5, 4, 96, 5
@@ -43,9 +45,9 @@ def forked(ranks: int, compute: Callable[[int], None]) -> None:
         assert process.exitcode == 0
 
 
-def shared_memory(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def shared_memory(ranks: int, words: int = N) -> tuple[torch.Tensor, torch.Tensor]:
     """What each rank shares, and the addresses."""
-    nbytes = shared_bytes(ranks, ROWS, N)
+    nbytes = shared_bytes(ranks, ROWS, words)
     memory = torch.zeros(ranks, nbytes, dtype=torch.uint8).share_memory_()
     return memory, torch.tensor([part.data_ptr() for part in memory])
 
@@ -115,6 +117,53 @@ def test_embedding_and_greatest_token_are_those_of_one_rank() -> None:
     for rank in range(2):
         assert rows[rank].equal(ops.embed(tokens, previous, table))
         assert best[rank].equal(logits.argmax(-1).int())
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_experts_of_all_ranks_say_what_they_do_of_rows_that_count(ranks: int) -> None:
+    """In calls of more and of fewer rows, of which few or none count; one rank late.
+
+    No expert sees another row, and what it would say of one is not read.
+    """
+    chance = torch.Generator().manual_seed(ranks)
+    x = torch.randn(CALLS, ranks, ROWS, N, generator=chance).half()
+    counts = torch.randint(ROWS + 1, (CALLS, ranks), generator=chance)
+    counts[0], counts[1, 1] = ROWS, 0
+    weights = torch.randn(ranks, 2, N, generator=chance)
+    found = torch.zeros(ranks, CALLS, ROWS, N, dtype=x.dtype).share_memory_()
+    seen = torch.full((ranks, CALLS, ranks * ROWS, N), torch.nan).share_memory_()
+    words = N // 2 + COUNT_WORDS.value
+    _, addresses = shared_memory(ranks, words)
+
+    def compute(rank: int) -> None:
+        def experts(x: torch.Tensor, mlp: Experts, count: torch.Tensor) -> torch.Tensor:
+            real = x[: int(count)]
+            out = torch.full((len(x), 2, N), torch.nan)  # in two parts
+            out[: len(real)] = real[:, None] * weights[rank]
+            seen[rank, call, : len(real)] = real
+            return out
+
+        peers, group = Peers(addresses, rank, ranks, ROWS, words), cast(Group, None)
+        table = replace(ops.PLAIN, experts=experts)
+        exchange, mlp = PeerExpertExchange(table, group, peers), cast(Experts, None)
+        for call in range(CALLS):
+            time.sleep(0.05 * (rank == call % ranks))
+            rows, count = int(counts[call].max()), counts[call, rank : rank + 1]
+            own = x[call, rank, :rows].contiguous()
+            own[int(count) :] = torch.nan
+            found[rank, call, :rows] = exchange.experts(own, mlp, count.int())
+
+    forked(ranks, compute)
+    for call, some in enumerate(counts.tolist()):
+        real = [x[call, rank, :count] for rank, count in enumerate(some)]
+        parts = torch.cat(real).float()[:, None] * weights[:, None]
+        said = parts.sum(2).half().float().sum(0).half()
+        for rank, rows in enumerate(said.split(some)):
+            assert found[rank, call, : len(rows)].equal(rows)
+            assert seen[rank, call, : sum(some)].equal(torch.cat(real).float())
+            assert seen[rank, call, sum(some) :].isnan().all()
+            assert not found[rank, call, len(rows) :].any()
 
 
 PARAMS = [

@@ -46,7 +46,11 @@ class DataParallel(ParallelRank):
         return ShardedSource(source, here, self.group.max)
 
     def operations(self, ops: Ops, model: ModelConfig, dtype: torch.dtype) -> Ops:
-        return data_parallel_table(ops, self.group)
+        if ops.name != "Triton":
+            return data_parallel_table(ops, self.group)
+        from simplellm.model.kernels.expert_exchange import fuse_expert_exchange
+
+        return fuse_expert_exchange(ops, self.group, dtype, model.hidden_size)
 
 
 class DataLeader(Leader, DataParallel):

@@ -7,6 +7,7 @@ So the token is the one that a single rank would choose from the same logits, an
 ranks know it.
 
 `ExpertExchange` is for ranks that have requests of their own, and share experts alone.
+Between GPUs `kernels.expert_exchange` does the same.
 
 T packed tokens, S rows of logits, V vocabulary, W of its tokens on this rank, R ranks.
 """

@@ -17,6 +17,7 @@ puts them together in a table of operations.
 - `quantized.py`, `scales.py` and `rounding.py`: weights of 8 bits, and inputs.
 - `draw.py`, `filters.py`, `penalties.py`: choosing tokens.
 - `reduce.py` adds up what several ranks have computed, `vocabulary.py` is for the part
-  of it that a rank has; `exchange.py` how their GPUs write to each other.
+  of it that a rank has; `exchange.py` how their GPUs write to each other, and
+  `expert_exchange.py` how their tokens get to the experts and back.
 - `bandwidth.py` measures how fast memory is read.
 """

@@ -143,6 +143,37 @@ def end_call(
 
 
 @triton.jit
+def sum_slots(
+    x,
+    columns,
+    inside,
+    addresses,
+    first,
+    call,
+    WORDS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """This rank's x and what the others write to its slots, added up.
+
+    float32, in the order of the ranks; x has the dtype of a slot's numbers.
+    """
+    SIZE: tl.constexpr = WORDS * 32 // x.dtype.primitive_bitwidth
+    own = slots_of(addresses[RANK], RANKS, ROWS, x.dtype)
+    total = tl.zeros(x.shape, tl.float32)
+    for other in tl.static_range(RANKS):
+        if other == RANK:
+            total += x.to(tl.float32)
+        else:
+            slot = wait_for_rank(addresses, first, call, other, RANK, RANKS, ROWS)
+            theirs = own + slot * SIZE + columns
+            # Not from a cache of this processor's, which nobody else's stores reach.
+            total += tl.load(theirs, inside, 0, cache_modifier=".cg").to(tl.float32)
+    return total
+
+
+@triton.jit
 def exchange(
     x,
     columns,
@@ -168,16 +199,9 @@ def exchange(
             slots = slots_of(addresses[other], RANKS, ROWS, DTYPE)
             tl.store(slots + mine, x, inside)
     raise_flags(addresses, first, call, RANK, RANKS, ROWS)
-    own = slots_of(addresses[RANK], RANKS, ROWS, DTYPE)
-    total = tl.zeros(x.shape, tl.float32)
-    for other in tl.static_range(RANKS):
-        if other == RANK:
-            total += x.to(tl.float32)
-        else:
-            slot = wait_for_rank(addresses, first, call, other, RANK, RANKS, ROWS)
-            theirs = own + slot * SIZE + columns
-            # Not from a cache of this processor's, which nobody else's stores reach.
-            total += tl.load(theirs, inside, 0, cache_modifier=".cg").to(tl.float32)
+    total = sum_slots(
+        *(x, columns, inside, addresses, first, call, WORDS, RANK, RANKS, ROWS)
+    )
     end_call(addresses, row, call, RANK, RANKS, ROWS)
     return total
 
