@@ -252,6 +252,46 @@ def test_drafts_that_take_longer_than_they_bring_are_left_out() -> None:
     assert all(96 < drafts < 192 for drafts in totals[-20:])
 
 
+class Device:
+    """Stands for a head, whose drafts are made on the device."""
+
+    count = 0
+
+    def deliver(self, request: Request, length: int, last: int, ids: list[int]) -> None:
+        raise AssertionError("nothing was made")
+
+
+def steps_until_drafts(speculator: Speculator, batch: int, most: int = 1000) -> int:
+    """How many steps pass before drafts are made of ``batch`` requests."""
+    asked = [request([2], number) for number in range(batch)]
+    for number in range(most):
+        speculator.backs_off(batch)
+        if speculator.plan(asked, 4 * batch):
+            return number
+    return most
+
+
+def test_what_one_stream_pays_for_a_draft_is_shared_by_many() -> None:
+    costs = StepCosts({1: 1.0, 2: 1.5, 4: 2.5, 64: 4.5, 320: 7.0})
+    speculator = Speculator(5, costs, proposer=Device())
+    for drafts in (1, 2, 3, 1, 2, 3):  # 0.5 each: one stream gains nothing
+        seconds = costs(1 + drafts) + 0.5 * drafts
+        speculator.learn_interval(1 + drafts, drafts, seconds, drafts)
+    speculator.learn_interval(1, 0, costs(1))
+    assert steps_until_drafts(speculator, 1, most=8) == 8
+    speculator.backoff.left = 0
+    assert steps_until_drafts(speculator, 64) == 0
+
+
+def test_a_price_that_was_measured_wrongly_is_measured_again() -> None:
+    costs = StepCosts({1: 3.8, 64: 4.7, 128: 5.4, 256: 7.2})
+    speculator = Speculator(3, costs, proposer=Device())
+    for _ in range(30):  # something else held the machine up
+        speculator.learn_interval(256, 192, costs(256) + 100.0, 3)
+    speculator.learn_interval(64, 0, costs(64))
+    assert 100 < steps_until_drafts(speculator, 64, most=3000) < 3000
+
+
 # The engine's texts
 
 ASKED = [

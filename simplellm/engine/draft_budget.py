@@ -57,24 +57,33 @@ class Overhead:
     """Seconds by which steps that follow one another take longer than they cost.
 
     That is the attention to what the cache holds, the making of drafts, and what the
-    host has to do between steps, unless it is ahead of the device: a line by the number
-    of drafts, by least squares, where what was longer ago counts less.
+    host has to do between steps, unless it is ahead of the device: a line by how many
+    drafts each request has, by least squares, where what was longer ago counts less.
     """
 
     count: float = 0.0
-    drafts: float = 0.0  # sums, of all steps
+    drafts: float = 0.0  # sums, of all steps: drafts of a request
     seconds: float = 0.0
     squares: float = 0.0  # of drafts
     products: float = 0.0  # of drafts and seconds
 
-    def learn(self, drafts: int, seconds: float) -> None:
-        """Count one more step, with so many drafts."""
+    def learn(self, drafts: float, seconds: float) -> None:
+        """Count one more step, with so many drafts of each request."""
         seconds = max(seconds, 0.0)
-        self.count = DECAY * self.count + 1
-        self.drafts = DECAY * self.drafts + drafts
-        self.seconds = DECAY * self.seconds + seconds
-        self.squares = DECAY * self.squares + drafts**2
-        self.products = DECAY * self.products + drafts * seconds
+        self._scale(DECAY)
+        self.count += 1
+        self.drafts += drafts
+        self.seconds += seconds
+        self.squares += drafts**2
+        self.products += drafts * seconds
+
+    def fade(self) -> None:
+        """Believe less in it, so that it's measured again."""
+        self._scale(FADE)
+
+    def _scale(self, factor: float) -> None:
+        for name in ("count", "drafts", "seconds", "squares", "products"):
+            setattr(self, name, factor * getattr(self, name))
 
     def line(self, plain: float | None) -> tuple[float, float]:
         """Of no drafts, and of each; ``plain`` is one more point, of a step without."""

@@ -38,7 +38,7 @@ class SpeculativeScheduler(Scheduler):
         # When the last results came, and of which requests, if they were decodes.
         self._last: tuple[float, Any] = (0.0, None)
         # The latest steps, and whether drafts are made after them.
-        self._steps: deque[tuple[Any, bool]] = deque(maxlen=3)
+        self._steps: deque[tuple[Any, int]] = deque(maxlen=3)
         # Of the step launched last, by requests' numbers: drafts that it checks.
         self._checking: dict[int, int] = {}
         # Those whose step is being launched before the one in flight is known.
@@ -99,7 +99,7 @@ class SpeculativeScheduler(Scheduler):
         self._launching = {
             c.request.request_id for c in scheduled if isinstance(c, PlaceholderChunk)
         }
-        self._steps.append((scheduled, ahead > 0))
+        self._steps.append((scheduled, ahead))
         return scheduled
 
     def _drafts_made(self, requests: Sequence[Request]) -> dict[int, int]:
@@ -167,14 +167,14 @@ class SpeculativeScheduler(Scheduler):
         now, drafts = time.monotonic(), sum(map(num_drafts, scheduled))
         tokens = sum(chunk.length for chunk in scheduled)
         decodes = all(c.length == 1 or isinstance(c, DraftChunk) for c in scheduled)
-        made = next((made for own, made in self._steps if own is scheduled), None)
-        kind = drafts > 0, made
+        made = next((made for own, made in self._steps if own is scheduled), 0)
+        kind = drafts > 0, made > 0
         then, before = self._last
         self._last = now, kind if decodes else None
         # One that has either drafts before it or others after it is of neither kind.
-        pure = self.speculator.proposer is None or made == (drafts > 0)
+        pure = self.speculator.proposer is None or kind[0] == kind[1]
         if decodes and pure and before == kind and now - then < MAX_INTERVAL:
-            self.speculator.learn_interval(tokens, drafts, now - then)
+            self.speculator.learn_interval(tokens, drafts, now - then, made)
 
     @staticmethod
     def _keep(

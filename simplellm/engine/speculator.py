@@ -11,6 +11,7 @@ a function of seed, step and token.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -177,6 +178,7 @@ class Speculator:
         states = self.draft_states.values()
         for rate in (*self.rates.values(), *(state.rate for state in states)):
             rate.fade()
+        self.overheads[1].fade()
 
     def backs_off(self, requests: int) -> bool:
         """Whether the next step, of so many requests, has nothing to do with drafts.
@@ -291,23 +293,36 @@ class Speculator:
         """Seconds of a step of so many ``tokens``, of which some are ``drafts``."""
         assert self.costs is not None
         plain, drafting = self.overheads
+        requests = max(1, tokens - drafts)
+        each = drafts / requests
+        if self.proposer is not None:  # made for all at once
+            each = ceil(each)
+        made = each * self.seconds
+        if self.costly and drafts:  # of all, whether they are checked or not
+            made = self.most * requests * self.seconds
         cost = self.costs(tokens)
         fixed = plain.seconds / plain.count if plain.count else None
         if drafting.count:
-            least, each = drafting.line(fixed)
+            least, slope = drafting.line(fixed)
             # Until a step without drafts was timed, it takes what others have at least.
             fixed = least if fixed is None else fixed
             if drafts:  # such steps never overlap more than others
-                return cost + max(least + each * drafts, fixed)
-        made = -(-drafts // max(1, tokens - drafts)) * self.seconds
-        if self.costly and drafts:  # of all, whether they are checked or not
-            made = self.most * max(1, tokens - drafts) * self.seconds
+                measured = max(least + slope * each, fixed)
+                # What was measured counts for less the fewer steps it stems from.
+                total = drafting.count * measured + fixed + made
+                return cost + total / (drafting.count + 1)
         return cost + (fixed or 0.0) + made
 
-    def learn_interval(self, tokens: int, drafts: int, seconds: float) -> None:
-        """A step of decodes has come so long after another one like it."""
+    def learn_interval(
+        self, tokens: int, drafts: int, seconds: float, made: int = 0
+    ) -> None:
+        """A step of decodes has come so long after another one like it.
+
+        So many drafts of each request were ``made`` after it, on the device.
+        """
         if self.costs is not None:
-            self.overheads[drafts > 0].learn(drafts, seconds - self.costs(tokens))
+            each = made or drafts / max(1, tokens - drafts)
+            self.overheads[drafts > 0].learn(each, seconds - self.costs(tokens))
 
 
 def add_step_counts(

@@ -238,16 +238,20 @@ class Tiling(NamedTuple):
 
 NARROW = Tiling(rows=128, tokens=16, widths=2, unroll=3, stages=3)
 LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
+# Two stages leave room for four programs on a processor.
+HALF = Tiling(rows=128, tokens=32, widths=2, unroll=3, stages=2)
 MIDDLE = Tiling(rows=128, tokens=64, widths=3)
 WIDE = Tiling(rows=128, tokens=128, widths=3)
 # The tilings of gate_up and down for at most so many experts in use, with at most so
 # many pairs each if tokens spread evenly: from 8 tokens of 128 experts on the fastest
-# on an H200 on 2026-11-21, at its power limit. Few experts need more warps, to have
-# some for all processors; 16 tokens have up to 64. Fewer than 5 go another way.
+# on an H200 on 2026-11-21, at its power limit (HALF: 2026-11-29). Few experts need more
+# warps, to have some for all processors; 16 tokens have up to 64. Fewer than 5 go
+# another way.
 TILINGS: tuple[tuple[float, float, Tiling, Tiling], ...] = (
     (76, 12, NARROW, NARROW),
     (math.inf, 6, LEAN, LEAN),
     (math.inf, 12, NARROW, NARROW),
+    (math.inf, 24, HALF, HALF),
     (math.inf, 96, MIDDLE, MIDDLE),
     (math.inf, math.inf, WIDE, WIDE),
 )
