@@ -109,14 +109,6 @@ def test_ranks_share_nothing_but_the_experts() -> None:
             {"enable_expert_parallel": True, "tensor_parallel_size": 2},
             "tensor_parallel_size is 2; expected 1 beside data_parallel_size 2",
         ),
-        (
-            {"enable_expert_parallel": True, "speculative": "suffix"},
-            "speculative is 'suffix'; expected None beside data_parallel_size 2",
-        ),
-        (
-            {"enable_expert_parallel": True, "cpu_cache_bytes": 2**20},
-            "cpu_cache_bytes is 1048576; expected 0 beside data_parallel_size 2",
-        ),
     ],
 )
 def test_what_they_cannot_do_is_refused(options: dict[str, Any], wrong: str) -> None:
@@ -124,11 +116,14 @@ def test_what_they_cannot_do_is_refused(options: dict[str, Any], wrong: str) -> 
         EngineConfig(data_parallel_size=2, **options)
 
 
-def test_experts_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
+def test_models_and_heads_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
     dense = write(tmp_path / "dense", CASES["Llama"]().build())
     with pytest.raises(ValueError, match=r"enable_expert_parallel is True; .*dense"):
         LLM(dense, device="cpu", **options(2))
     folder = write_model(tmp_path / "model", replace(TINY, vocab_size=1100))
+    head = "data_parallel_size is 2; expected 1 beside an EAGLE-3 head"
+    with pytest.raises(ValueError, match=head):
+        LLM(folder, device="cpu", speculative=str(tmp_path), **options(2))
     three = r"data_parallel_size is 3; expected a divisor of the model's .* experts"
     with pytest.raises(ValueError, match=three):
         LLM(folder, device="cpu", **options(3))
@@ -179,6 +174,43 @@ def test_an_engine_answers_as_one_rank_does(two: LLM, alone: LLM) -> None:
     assert two.stats().preemptions > 0
     assert "error" not in two.stats().finished
     assert all_is_free(two)
+
+
+@pytest.mark.parametrize(
+    "number", [4, pytest.param(None, marks=pytest.mark.exhaustive)]
+)
+def test_drafts_and_pages_on_the_host_change_no_token(
+    number: int | None, wide: Path, alone: LLM
+) -> None:
+    """Each rank checks drafts of its own, and has pages of its own on the host."""
+    more = {"speculative": "suffix", "num_speculative_tokens": number}
+    config = replace(few_pages(), cpu_cache_bytes=2**22, **more)
+    # Texts that repeat themselves, and others, each more than once.
+    prompts = [([n, n + 1, n + 2] * (6 + n))[: 20 + n] for n in range(3)]
+    prompts += [[*range(50 + n, 110 + n)] for n in range(3)]
+
+    def ids(llm: LLM) -> list[list[int]]:
+        asked: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 3}]
+        asked += [{"temperature": 0, "repetition_penalty": 1.2, "logprobs": 2}]
+        outputs = []
+        for _ in range(2):
+            futures = [
+                llm.generate(prompt, max_tokens=40, ignore_eos=True, **one)
+                for one in asked
+                for prompt in prompts
+            ]
+            outputs += [future.result()[0].token_ids for future in futures]
+        return outputs
+
+    expected = answers(alone), ids(alone)
+    with LLM(wide, config, device="cpu", **options(2)) as llm:
+        assert (answers(llm), ids(llm)) == expected
+        stats = llm.stats()
+        assert stats.loaded_tokens > 0 and "error" not in stats.finished
+        if number is not None:
+            assert sum(stats.draft_tokens.values()) > stats.drafts > 20
+            assert sum(stats.accepted_tokens.values()) > 0
+        assert all_is_free(llm)
 
 
 @pytest.mark.exhaustive

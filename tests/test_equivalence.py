@@ -275,7 +275,8 @@ def run_case(
     elif draft_model:
         prophet = engine.scheduler.speculator
     elif drafts:
-        engine.scheduler.speculator = prophet
+        for one in getattr(engine.scheduler, "ranks", [engine.scheduler]):
+            one.speculator = prophet
     if captured:
         capture_steps(engine.runner, drafts)
     manager = engine.scheduler.manager

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from simplellm.engine import start_ranks as start_module
 from simplellm.engine.data_ranks import DataLeader
 from simplellm.engine.data_runner import RemoteRunner
 from simplellm.engine.engine import Engine
+from simplellm.engine.graphs import QUERIES
 from simplellm.engine.ranks import Leader, Link, TensorLeader
 from simplellm.engine.start_ranks import start_ranks
 from simplellm.model.model import Model
@@ -110,7 +111,9 @@ def over_ranks(
     def ranked(size: int, experts: bool, kind: str = "tensor") -> Any:
         def make(model: Model, config: EngineConfig, *, overlap: bool) -> Engine:
             close()  # that of the case before
-            own = {f"{kind}_parallel_size": size, "enable_expert_parallel": experts}
+            own: dict[str, Any] = {f"{kind}_parallel_size": size}
+            own["enable_expert_parallel"] = experts
+            own["cpu_cache_bytes"] = size * config.cpu_cache_bytes
             config = config.changed(own).resolved("cpu")
             source = open_weights(folder, torch.float32, CPU, False, None)
             ranks = start_ranks(config, source.config, folder, torch.float32, CPU)
@@ -149,24 +152,31 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(
 
 
 @pytest.mark.parametrize(
-    ("size", "seeds"),
+    ("size", "seeds", "more"),
     [
-        (2, range(30, 34)),
-        (4, range(34, 35)),
-        pytest.param(2, range(36, 60), marks=pytest.mark.exhaustive),
-        pytest.param(4, range(60, 76), marks=pytest.mark.exhaustive),
+        (2, range(30, 34), ()),
+        (2, range(76, 79), ("drafts", "offloading")),
+        (4, range(34, 35), ()),
+        pytest.param(2, range(36, 60), (), marks=pytest.mark.exhaustive),
+        pytest.param(4, range(60, 76), (), marks=pytest.mark.exhaustive),
+        pytest.param(4, range(79, 95), ("drafts",), marks=pytest.mark.exhaustive),
+        pytest.param(2, range(95, 110), ("offloading",), marks=pytest.mark.exhaustive),
     ],
 )
 def test_ranks_with_requests_of_their_own(
     size: int,
     seeds: range,
+    more: Sequence[str],
     folder: Path,
     alone: Recompute,
     over_ranks: Callable[..., Any],
 ) -> None:
     model = load_model(folder, device="cpu")
-    counts = run_cases(model, alone, seeds, make=over_ranks(size, True, "data"))
+    options: dict[str, Any] = dict.fromkeys(more, True)
+    options["make"] = over_ranks(size, True, "data")
+    counts = run_cases(model, alone, seeds, **options)
     assert counts["length"] > 0, counts
+    assert counts["drafts"] > counts["right"] > 0 or "drafts" not in more, counts
 
 
 def test_captured_steps_of_ranks_with_requests_of_their_own(
@@ -175,20 +185,21 @@ def test_captured_steps_of_ranks_with_requests_of_their_own(
     over_ranks: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where all decode, and where some compute prompts, all replay the same graph."""
+    """Where all decode, some check drafts or compute prompts, graphs are the same."""
     tape = Tape()
     monkeypatch.setattr(graphs, "capture_graph", tape)
     make, load = over_ranks(2, True, "data"), load_engine
 
     def loaded(*arguments: Any) -> Any:
         found = load(*arguments)
-        capture_steps(found[0].runner)
+        capture_steps(found[0].runner, True)
         return found
 
     # Both ranks do so at once, after they have loaded.
     monkeypatch.setattr(follower_module, "load_engine", loaded)
     monkeypatch.setattr(sys.modules[__name__], "load_engine", loaded)
     monkeypatch.setattr(RemoteRunner, "_pages", lambda self, _: self.table_width)
-    run_cases(load_model(folder, device="cpu"), alone, range(3), make=make)
-    kinds = Counter(shape.chunks > 0 for shape in tape.replays)
-    assert min(kinds[True], kinds[False]) >= 20, kinds
+    model = load_model(folder, device="cpu")
+    run_cases(model, alone, range(3), make=make, drafts=True)
+    kinds = Counter((shape.chunks > 0, shape.queries) for shape in tape.replays)
+    assert min(kinds[True, 1], kinds[False, 1], kinds[False, QUERIES]) >= 10, kinds

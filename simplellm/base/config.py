@@ -500,7 +500,7 @@ class EngineConfig:
     # Processes that share each weight, and compute each step together.
     tensor_parallel_size: int = declared(1)
     # Processes that each compute requests of their own, and share the experts. Sizes
-    # above are those of each, but for max_waiting.
+    # above are those of each, but for max_waiting and cpu_cache_bytes.
     data_parallel_size: int = declared(1)
     # Of all these, each has whole experts, and not a slice of each.
     enable_expert_parallel: bool = False
@@ -520,7 +520,12 @@ class EngineConfig:
         number, alone = self.num_speculative_tokens, self.speculative is None
         name, wanted = "num_speculative_tokens", "None without speculative"
         expect(not alone or number is None, name, number, wanted)
-        self._check_data_parallel()
+        size, ranks = self.data_parallel_size, self.tensor_parallel_size
+        expected = "1 without enable_expert_parallel: whole engines are replicas"
+        ok = size == 1 or self.enable_expert_parallel
+        expect(ok, "data_parallel_size", size, expected)
+        expected = f"1 beside data_parallel_size {size}"
+        expect(1 in (size, ranks), "tensor_parallel_size", ranks, expected)
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is None or seqs is None:
             return
@@ -529,22 +534,6 @@ class EngineConfig:
         # A kernel may have a program for each token and each sequence.
         expected = f"less than {MAX_LAUNCH:,} together with max_num_seqs, {seqs}"
         expect(tokens + seqs < MAX_LAUNCH, name, tokens, expected)
-
-    def _check_data_parallel(self) -> None:
-        """Raise ValueError for what ranks with requests of their own can't do."""
-        size = self.data_parallel_size
-        if size == 1:
-            return
-        expected = "1 without enable_expert_parallel: whole engines are replicas"
-        expect(self.enable_expert_parallel, "data_parallel_size", size, expected)
-        beside = f"beside data_parallel_size {size}"
-        for name, only in (
-            ("tensor_parallel_size", 1),
-            ("speculative", None),
-            ("cpu_cache_bytes", 0),
-        ):
-            value = getattr(self, name)
-            expect(value == only, name, value, f"{only} {beside}")
 
     @property
     def num_ranks(self) -> int:

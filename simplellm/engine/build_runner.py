@@ -1,10 +1,10 @@
 """The runner and the scheduler that an engine has, as its config and ranks say."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from simplellm.base.config import EngineConfig
-from simplellm.engine.build_speculation import build_speculative_scheduler
+from simplellm.base.config import MAX_SIZE, EngineConfig
+from simplellm.engine.build_speculation import build_speculative_schedulers
 from simplellm.engine.data_ranks import DataLeader
 from simplellm.engine.data_runner import DataParallelRunner
 from simplellm.engine.data_scheduler import DataParallelScheduler
@@ -30,10 +30,19 @@ def build_runner(
     pages of each other rank.
     """
     _, _, manager, config, _ = parts
+    runner: Runner
+    managers: Sequence[PageManager] = [manager]
     if isinstance(ranks, DataLeader):
-        every = DataParallelRunner(*parts, ranks, make_manager)
-        return every, DataParallelScheduler(every.managers, **rules)
-    runner = Runner(*parts, ranks)
+        runner = every = DataParallelRunner(*parts, ranks, make_manager)
+        managers, rules = every.managers, {**rules, "max_waiting": MAX_SIZE}
+    else:
+        runner = Runner(*parts, ranks)
     if config.speculative is None:
-        return runner, Scheduler(manager, **rules)
-    return runner, build_speculative_scheduler(runner, config, rules, draft)
+        schedulers: Sequence[Scheduler] = [Scheduler(one, **rules) for one in managers]
+    else:
+        schedulers = build_speculative_schedulers(
+            runner, managers, config, rules, draft
+        )
+    if len(managers) == 1:
+        return runner, schedulers[0]
+    return runner, DataParallelScheduler(schedulers, config.max_waiting)

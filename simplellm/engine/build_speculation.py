@@ -1,6 +1,6 @@
 """What an engine that checks drafts is made of: by its config, once, at load."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.graphs import MOST_VERIFIED, bucket_sizes
 from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafter, HeadProposer
 from simplellm.engine.model_drafter import ModelDrafter, seconds_per_draft
+from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.speculative_scheduler import SpeculativeScheduler
 from simplellm.engine.speculator import DRAFTERS, LONGEST_DRAFT, Speculator
@@ -64,9 +65,9 @@ def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
     known = ", ".join(map(repr, [*DRAFTERS, HEAD]))
     expected = f"one of {known}, or the folder of an EAGLE-3 head or of a model"
     expect(Path(name).is_dir(), "speculative", name, expected)
-    ranks = config.tensor_parallel_size
     one = "1 beside an EAGLE-3 head or a model that drafts"
-    expect(ranks == 1, "tensor_parallel_size", ranks, one)
+    for option in ("tensor_parallel_size", "data_parallel_size"):
+        expect(getattr(config, option) == 1, option, getattr(config, option), one)
     if is_model(name):
         size, wanted = read_config(Path(name) / "config.json").vocab_size, "the model's"
         what = "vocab_size of the model that drafts"
@@ -95,27 +96,38 @@ def capture_drafts(scheduler: object, runner: Runner) -> None:
         }
         sizes = bucket_sizes(runner.max_num_seqs)
         runner.proposer.capture(views, runner.sampled_tokens, sizes)
-    if isinstance(scheduler, SpeculativeScheduler):
-        measure_costs(scheduler.speculator, runner)
+    every: Any = getattr(scheduler, "ranks", [scheduler])
+    speculators = [one.speculator for one in every if hasattr(one, "speculator")]
+    if speculators:
+        measure_costs(speculators, runner)
 
 
-def measure_costs(speculator: Speculator, runner: Runner) -> None:
+def measure_costs(speculators: Sequence[Speculator], runner: Runner) -> None:
     """What steps and drafts cost, if the number of drafts is chosen by that."""
-    if speculator.costs is not None:
-        speculator.costs = StepCosts(time_steps(runner))
-        if runner.proposer is not None:
-            speculator.seconds = runner.proposer.seconds_per_draft()
-        elif speculator.costly:
-            drafter: Any = speculator.drafter()
-            speculator.seconds = seconds_per_draft(drafter.model)
+    first = speculators[0]
+    if first.costs is None:
+        return
+    costs, seconds = StepCosts(time_steps(runner)), 0.0
+    if runner.proposer is not None:
+        seconds = runner.proposer.seconds_per_draft()
+    elif first.costly:
+        drafter: Any = first.drafter()
+        seconds = seconds_per_draft(drafter.model)
+    for one in speculators:
+        one.costs, one.seconds = costs, seconds
 
 
-def build_speculative_scheduler(
-    runner: Runner, config: EngineConfig, rules: Mapping[str, Any], draft: Model | None
-) -> SpeculativeScheduler:
-    """The scheduler of ``rules`` for an engine that checks drafts.
+def build_speculative_schedulers(
+    runner: Runner,
+    managers: Sequence[PageManager],
+    config: EngineConfig,
+    rules: Mapping[str, Any],
+    draft: Model | None,
+) -> list[SpeculativeScheduler]:
+    """Schedulers of ``rules`` for an engine that checks drafts, one of each manager.
 
-    They are those of the model ``draft``, or what ``config`` says.
+    Drafts are those of the model ``draft``, or what ``config`` says. They are counted
+    in one place.
     """
     name, number = config.speculative, config.num_speculative_tokens
     assert name is not None
@@ -127,11 +139,14 @@ def build_speculative_scheduler(
         runner.proposer = head_proposer(runner, config, most)
     costs = StepCosts({1: 0.0}) if number is None else None
     how: Any = {"proposer": runner.proposer, "costly": draft is not None}
-    speculator = Speculator(most, costs, drafter, **how)
-    measure_costs(speculator, runner)
-    return SpeculativeScheduler(
-        runner.manager, **rules, speculator=speculator, max_drafts=config.max_drafts
-    )
+    speculators = [Speculator(most, costs, drafter, **how) for _ in managers]
+    measure_costs(speculators, runner)
+    schedulers = []
+    for manager, one in zip(managers, speculators, strict=True):
+        one.checked, one.accepted = speculators[0].checked, speculators[0].accepted
+        more = {**rules, "speculator": one, "max_drafts": config.max_drafts}
+        schedulers.append(SpeculativeScheduler(manager, **more))
+    return schedulers
 
 
 def head_proposer(runner: Runner, config: EngineConfig, most: int) -> HeadProposer:

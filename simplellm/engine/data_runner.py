@@ -9,6 +9,7 @@ from simplellm.base.config import EngineConfig
 from simplellm.base.draft_position import SamplePosition
 from simplellm.base.grammar import GrammarError
 from simplellm.engine.data_ranks import DataLeader, RemoteRank
+from simplellm.engine.draft_chunks import has_drafts, step_positions
 from simplellm.engine.graphs import Agreed, CapturedGraph, CaptureShape
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Flight, Runner
@@ -87,6 +88,7 @@ class RemoteRunner(Runner):
         self.ranks.send_call("fetch", (), count=len(requests))
         forced = [request.forced for request in requests]
         scores, counting = self.scores, self.counting
+        accepted: dict[int, int] | None = {} if self.checking else None
 
         def wait() -> StepOutput:
             (tokens,), logprobs, full, *scored = self.ranks.answer()
@@ -95,7 +97,8 @@ class RemoteRunner(Runner):
                     self.counts.add(tokens)
             pairs = zip(scores, scored, strict=True)
             parts = [part._replace(scores=found) for part, found in pairs]
-            return step_output(requests, forced, tokens.tolist(), logprobs, full, parts)
+            every = requests, forced, tokens.tolist(), logprobs, full, parts
+            return step_output(*every, accepted)
 
         return wait
 
@@ -135,7 +138,10 @@ class DataParallelRunner(Runner):
             [c for c in scheduled if c.request.request_id in runner.manager.tables]
             for runner in runners
         ]
-        rows = [[c.request for c in part if c.samples] for part in parts]
+        rows = []
+        for runner, part in zip(runners, parts, strict=True):
+            runner.checking = self.speculative and has_drafts(part)
+            rows.append(step_positions(part, runner.checking))
         agreed = self._agree(parts, max(map(len, rows)))
         steps = [*zip(runners, parts, rows, strict=True)]
         for runner, part, sampling in reversed(steps):
@@ -172,8 +178,13 @@ class DataParallelRunner(Runner):
         """
         graphs = [graph for part in parts if (graph := self._graph(part, False))]
         if len(graphs) == len(parts):
-            graph = max(graphs, key=lambda graph: graph.size)
-            return Agreed(graph, graph.size)
+            size = max(graph.size for graph in graphs)
+            # Where one checks drafts, all of them replay a graph that does.
+            if any(graph.shape.queries > 1 for graph in graphs):
+                graphs = self.verifying
+            for graph in graphs:
+                if graph.size >= size:
+                    return Agreed(graph, graph.size)
         shapes = zip(*map(CaptureShape.of, parts), strict=True)
         whole = CaptureShape(*map(max, shapes))
         return Agreed(self._mixed(whole, most), max(1, whole.tokens))

@@ -1,11 +1,10 @@
 """Schedulers of several ranks as one: who gets a request, and what all compute next."""
 
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from simplellm.base.config import MAX_SIZE
 from simplellm.base.placement import rank_replicas
 from simplellm.base.request import Request
 from simplellm.engine.page_manager import PageManager
@@ -37,27 +36,25 @@ class PageManagers:
 
 def num_cached(manager: PageManager, tokens: Sequence[int]) -> int:
     """How many of the first ``tokens`` a new sequence would find."""
-    return len(manager._cached_prefix(tokens)) * manager.page_size
+    # Those on the host as well, without bringing them back.
+    return len(PageManager._cached_prefix(manager, tokens)) * manager.page_size
 
 
 class DataParallelScheduler:
-    """A `Scheduler` for each of several ranks, with its pages of ``managers``.
+    """The `Scheduler` of each of several ``ranks``.
 
     A request stays with its rank: where most of its prompt is cached, unless that one
-    has much more to do than another, or else where the fewest requests are. ``rules``
-    are the keyword arguments of each, but that ``max_waiting`` is of all together.
+    has much more to do than another, or else where the fewest requests are. If drafts
+    are checked, each rank chooses its own. At most ``max_waiting`` requests wait, of
+    all together.
     """
 
-    def __init__(
-        self, managers: Sequence[PageManager], *, max_waiting: int, **rules: Any
-    ) -> None:
-        self.manager, self.max_waiting = PageManagers(managers), max_waiting
-        self.ranks = [
-            Scheduler(manager, max_waiting=MAX_SIZE, **rules) for manager in managers
-        ]
-        self.max_num_seqs = self.ranks[0].max_num_seqs
-        self.finished: Counter[str] = Counter()  # requests by finish_reason
-        for one in self.ranks:
+    def __init__(self, ranks: Sequence[Scheduler], max_waiting: int) -> None:
+        self.ranks, self.max_waiting = ranks, max_waiting
+        self.manager = PageManagers([one.manager for one in ranks])
+        self.max_num_seqs = ranks[0].max_num_seqs
+        self.finished = ranks[0].finished  # requests by finish_reason
+        for one in ranks:
             one.finished = self.finished
         self.turn = 0  # requests so far, which break ties
 
@@ -80,6 +77,11 @@ class DataParallelScheduler:
     def num_waiting(self) -> int:
         """Requests that wait, samples that wait for their prompt included."""
         return sum(one.num_waiting for one in self.ranks)
+
+    @property
+    def speculator(self) -> Any:
+        """The first rank's, which counts the drafts of all; None: nobody drafts."""
+        return getattr(self.ranks[0], "speculator", None)
 
     @property
     def preemptions(self) -> int:
@@ -132,17 +134,20 @@ class DataParallelScheduler:
 
     def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """`Scheduler.update_after_launch` of each rank's."""
-        for chunk in scheduled:
-            if (one := self._of(chunk.request.request_id)) is not None:
-                one.update_after_launch([chunk])
+        for one in self.ranks:
+            part = [c for c in scheduled if c.request.request_id in one.requests]
+            one.update_after_launch(part)
 
     def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
         """`Scheduler.update_from_output` of each rank's."""
         new = []
-        sampling = [chunk for chunk in scheduled if chunk.samples]
-        for chunk, sampled in zip(sampling, tokens, strict=True):
-            if (one := self._of(chunk.request.request_id)) is not None:
-                new += one.update_from_output([chunk], [sampled])
+        sampling = [c.request.request_id for c in scheduled if c.samples]
+        sampled = dict(zip(sampling, tokens, strict=True))
+        for one in self.ranks:
+            part = [c for c in scheduled if c.request.request_id in one.requests]
+            if part:
+                numbers = [c.request.request_id for c in part if c.samples]
+                new += one.update_from_output(part, [sampled[n] for n in numbers])
         return new

@@ -65,3 +65,12 @@ def sample_positions(chunk: ScheduledChunk) -> list[SamplePosition]:
         return [request] * (1 + drafts)
     ends, guessed = range(1, drafts + 1), request.drafts
     return [request, *(DraftPosition(request, guessed[:end]) for end in ends)]
+
+
+def step_positions(
+    scheduled: Sequence[ScheduledChunk], checking: bool
+) -> list[SamplePosition]:
+    """Where a step samples, which may be ``checking`` drafts."""
+    if checking:
+        return [row for chunk in scheduled for row in sample_positions(chunk)]
+    return [chunk.request for chunk in scheduled if chunk.samples]

@@ -16,7 +16,7 @@ from simplellm.base.config import EngineConfig
 from simplellm.base.draft_position import SamplePosition, output_lengths
 from simplellm.base.transfer import fetch, pinned, upload
 from simplellm.engine.block_tables import BlockTables
-from simplellm.engine.draft_chunks import has_drafts, num_drafts, sample_positions
+from simplellm.engine.draft_chunks import has_drafts, num_drafts, step_positions
 from simplellm.engine.graphs import (
     MIXED_SIZES,
     MOST_CHUNKS,
@@ -191,10 +191,8 @@ class Runner:
 
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
         """Start to compute ``scheduled``, and to sample from what comes out."""
-        rows: list[SamplePosition] = [c.request for c in scheduled if c.samples]
         self.checking = self.speculative and has_drafts(scheduled)
-        if self.checking:
-            rows = [row for chunk in scheduled for row in sample_positions(chunk)]
+        rows = step_positions(scheduled, self.checking)
         self.start_forward(scheduled, rows)
         if any(map(NEEDS_LAST_TOKEN, rows)):
             self.drain()  # the device computes meanwhile

@@ -100,7 +100,6 @@ class Speculator:
         self.backoff = DraftBackoff()
         # Of steps without drafts, which may overlap, and of those with some.
         self.overheads = Overhead(), Overhead()
-        self.drafts = 0  # times that a step has checked some
         self.checked: Counter[int] = Counter()  # by position
         self.accepted: Counter[int] = Counter()  # the right ones
 
@@ -143,7 +142,6 @@ class Speculator:
 
     def count_drafts(self, request: Request, checked: int, right: int) -> None:
         """A step has checked drafts of a request, of which so many were right."""
-        self.drafts += 1
         self.checked.update(range(1, checked + 1))
         self.accepted.update(range(1, right + 1))
         request.draft_counts = add_step_counts(request.draft_counts, checked, right)
@@ -196,7 +194,7 @@ class Speculator:
 
     def draft_stats(self) -> dict[str, Any]:
         """The counts for `Stats`."""
-        stats: dict[str, Any] = {"drafts": self.drafts}
+        stats: dict[str, Any] = {"drafts": self.checked[1]}
         kinds = {"draft_tokens": self.checked, "accepted_tokens": self.accepted}
         for name, counts in kinds.items():
             stats[name] = {str(position): n for position, n in sorted(counts.items())}

@@ -227,7 +227,7 @@ def num_host_pages(
     if config.cpu_cache_bytes == 0:
         return 0
     each = page_bytes(model, config.page_size, itemsize, config.kv_cache_dtype)
-    ranks = config.tensor_parallel_size
+    ranks = config.num_ranks
     count = config.cpu_cache_bytes // (ranks * (each + beside))
     expected = f"0, or at least {ranks * (each + beside)}: a page of each rank"
     expect(count > 0, "cpu_cache_bytes", config.cpu_cache_bytes, expected)

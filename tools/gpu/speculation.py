@@ -208,10 +208,10 @@ class Run:
             name, ({}, DraftBackoff())
         )
         self.coin.chance.fill_(0.0 if name == "wrong" else chance_of(self.args.length))
-        before = speculator.drafts, sum(speculator.accepted.values())
+        before = speculator.checked[1], sum(speculator.accepted.values())
         checked = sum(speculator.checked.values())
         speed_now = speed(self.drafting, prompts, self.args.tokens)
-        steps = speculator.drafts - before[0]
+        steps = speculator.checked[1] - before[0]
         right = sum(speculator.accepted.values()) - before[1]
         drafts = sum(speculator.checked.values()) - checked
         row = {"tokens_per_second": speed_now, "checks": steps, "drafts": drafts}
