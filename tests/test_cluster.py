@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -95,6 +96,12 @@ class Nodes:
                 found[name] = actor["Address"]["NodeID"]
         return found
 
+    def generated(self) -> dict[str, float]:
+        """The tokens that each replica has generated, as metrics say."""
+        name = r'^simplellm:generation_tokens_total{engine="([^"]+)",.*} (\S+)$'
+        found = re.findall(name, self.client.get("/metrics").text, re.MULTILINE)
+        return {replica: float(count) for replica, count in found}
+
     def computed(self, body: dict[str, Any]) -> list[str]:
         """The replicas that have had all prefixes of a body's prompt."""
         from ray import serve
@@ -177,6 +184,19 @@ def test_a_key_is_asked_for(nodes: Nodes) -> None:
     assert wrong.status_code == 415
 
 
+def test_metrics_are_those_of_all_replicas(nodes: Nodes) -> None:
+    """Each by its name, whoever answers."""
+    in_time(lambda: nodes.generated().keys() == nodes.where().keys())
+    assert not any(nodes.generated().values())
+    bodies = [{"prompt": prompt(n), "max_tokens": 7} for n in range(60, 69)]
+    answers = [nodes.complete(body) for body in bodies]
+    count = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    in_time(lambda: sum(nodes.generated().values()) == count)
+    assert sum(tokens > 0 for tokens in nodes.generated().values()) > 1
+    text = nodes.client.get("/metrics").text
+    assert text.count("# HELP simplellm:generation_tokens_total ") == 1
+
+
 def test_requests_on_all_nodes(nodes: Nodes) -> None:
     where = nodes.where()
     assert len({*where.values()}) == len(where) == 3
@@ -214,7 +234,6 @@ def test_whoever_leaves_ends_the_request(nodes: Nodes) -> None:
     body = {"prompt": prompt(5), **LONG, "max_tokens": 2000}
     with nodes.client.stream("POST", COMPLETE, json=body) as answer:
         next(answer.iter_raw())
-    # Each answer tells of one of the replicas, whichever comes first.
     line = 'finished_reason="abort"'
     in_time(lambda: line in nodes.client.get("/metrics").text)
 

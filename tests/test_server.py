@@ -13,10 +13,12 @@ from typing import Any
 import httpx
 import pytest
 from models import HELLO, SMALL, TOKENIZER, until
+from prometheus_client.parser import text_string_to_metric_families as parse_metrics
 from serving import NAME, STEP, Served, babbling, said, serving, slow
 
 from simplellm import LLM, QueueFullError
 from simplellm.server.http.endpoint import MAX_BODY
+from simplellm.server.http.metrics import ServerMetrics, join_texts
 
 TOOLS = [
     {
@@ -419,6 +421,23 @@ def test_health_and_metrics(served: Served) -> None:
     ):
         assert name in text, name
     assert f'model_name="{NAME}"' in text
+
+
+def test_metrics_of_several_servers_are_one_text(served: Served) -> None:
+    """Which has all of their values, and each name once."""
+
+    def values(text: bytes) -> set[Any]:
+        samples = [s for f in parse_metrics(text.decode()) for s in f.samples]
+        return {(s.name, *sorted(s.labels.items()), s.value) for s in samples}
+
+    served.events(COMPLETE, {"prompt": "x", "max_tokens": 2})
+    other = ServerMetrics(served.service.llm, NAME, "other")
+    texts = [served.service.metrics.text(), other.text()]
+    joined = join_texts(texts)
+    names = [family.name for family in parse_metrics(joined.decode())]
+    assert len(names) == len({*names}) > 20
+    assert values(joined) == values(texts[0]) | values(texts[1])
+    assert b'engine="other"' in joined
 
 
 def test_metrics_tell_where_the_time_of_a_request_went(folder: Path) -> None:

@@ -67,15 +67,20 @@ class EngineReplica:
             options.timeout,
             strict=options.strict,
             allowed_origins=options.allowed_origins,
+            name=self.name,
             responses=self.responses,
         )
         self.app = make_app(self.service)
         self.tasks: set[asyncio.Task[None]] = set()  # also those nobody listens to
         freeze_objects()
 
-    def check_health(self) -> None:
-        """Raises what the engine died of: then Ray Serve has another replica come."""
+    async def check_health(self) -> None:
+        """Raises what the engine died of: then Ray Serve has another replica come.
+
+        Which asks every few seconds, so that `SharedState` knows the metrics of all.
+        """
         self.service.engine.check()
+        self.responses.report(await asyncio.to_thread(self.service.metrics.text))
 
     async def answer(
         self, scope: dict[str, Any], body: bytes, *, hints: dict[str, Any]

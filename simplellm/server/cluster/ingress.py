@@ -14,6 +14,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +30,8 @@ from simplellm.server.http.endpoint import (
     response_body,
 )
 from simplellm.server.http.errors import RETRY, APIError, openai_form, unavailable
+from simplellm.server.http.metrics import join_texts
+from simplellm.server.http.small_endpoints import PROMETHEUS
 from simplellm.server.remote.prefixes import digests_of
 
 LOGGER = logging.getLogger("ray.serve")
@@ -39,7 +42,7 @@ headers client server""".split()
 PROMPT_PARTS = "tools system instructions prompt messages input".split()
 STRIDE_BYTES = 256  # between two prefixes of a prompt; some 64 tokens
 MAX_PREFIX_BYTES = 1024 * STRIDE_BYTES  # of a prompt that count
-SHARED_SECONDS = 2.0  # for hints, without which a request can go on
+SHARED_SECONDS = 2.0  # for `SharedState`; a request can go on without hints
 ONE_RESPONSE = re.compile(r"/v1/responses/([^/]+)")
 FORMS = {endpoint.path: endpoint.form for endpoint in ENDPOINTS}
 # Ray's names of what a replica's end does to those who wait for it, and ours.
@@ -67,6 +70,10 @@ class Ingress:
             async for part in request.stream():
                 body += part
                 check_size(len(body))
+            if (scope["method"], path) == ("GET", "/metrics"):
+                answer = await self.metrics()
+                await answer(scope, receive, send)
+                return
             hints = await self.hints(path, bytes(body))
             await self.forward(scope, bytes(body), hints, send)
         except ClientDisconnect:
@@ -75,6 +82,16 @@ class Ingress:
             form = FORMS.get(path, openai_form)
             answer = as_json(form(error), error.status, error.headers)
             await answer(scope, receive, send)
+
+    async def metrics(self) -> Response:
+        """Those of all replicas. Raises APIError."""
+        try:
+            async with asyncio.timeout(SHARED_SECONDS):
+                texts = await self.shared.latest_metrics.remote()
+        except (RayError, TimeoutError) as error:
+            message = "what all replicas share can't be reached"
+            raise unavailable(message, "metrics_error") from error
+        return Response(join_texts(texts), headers={"content-type": PROMETHEUS})
 
     async def hints(self, path: str, body: bytes) -> RoutingHints:
         """What is known of a request; nothing if `SharedState` doesn't answer."""

@@ -1,5 +1,6 @@
-"""What all replicas know: who has computed what, and the responses that are kept."""
+"""What all replicas know: who has computed what, responses that are kept, metrics."""
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,7 @@ from simplellm.server.remote.prefixes import Prefixes, digests_of
 
 MOST_REPLICAS = 256  # whose prefixes are remembered, those that are gone too
 STORE_SECONDS = 10.0  # that an answer of `SharedState` may take
+REPORT_SECONDS = 20.0  # after which a replica that says nothing has no metrics
 
 
 def digest_of_id(id: str) -> list[int]:
@@ -36,7 +38,7 @@ def from_bytes(raw: bytes) -> FinishedResponse:
 
 
 class SharedState:
-    """The prefixes and responses of all replicas, in one process on Ray's head node.
+    """What all replicas have to share, in one process on Ray's head node.
 
     A response counts as a prefix of the one that names it as its previous response: so
     that one goes to the replica that wrote it. If the head node ends, all is forgotten.
@@ -46,6 +48,20 @@ class SharedState:
         self.prefixes: dict[str, Prefixes] = {}  # of replicas, the latest one last
         self.responses = ResponseStore()
         self.writers: dict[str, str] = {}  # of responses that are being written
+        # Of replicas, when they came, and as Prometheus has them.
+        self.metrics: dict[str, tuple[float, bytes]] = {}
+
+    async def report(self, replica: str, metrics: bytes) -> None:
+        """A replica's metrics are these now."""
+        self.metrics[replica] = time.monotonic(), metrics
+
+    async def latest_metrics(self) -> list[bytes]:
+        """Those of all replicas that live."""
+        now = time.monotonic()
+        for name, (then, _) in [*self.metrics.items()]:
+            if now - then > REPORT_SECONDS:
+                del self.metrics[name]
+        return [metrics for _, metrics in self.metrics.values()]
 
     async def match(self, digests: list[int]) -> dict[str, int]:
         """How many of these prefixes each replica has computed."""
@@ -149,3 +165,7 @@ class SharedResponses(ResponseStore):
     def remember(self, digests: Sequence[int]) -> None:
         """The replica computes a prompt with these beginnings; nobody waits."""
         self.shared.remember.remote(self.replica, list(digests))
+
+    def report(self, metrics: bytes) -> None:
+        """The replica's metrics; nobody waits."""
+        self.shared.report.remote(self.replica, metrics)

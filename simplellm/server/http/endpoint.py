@@ -81,6 +81,7 @@ class Service:
     strict: bool = False  # refuses what is unknown or a hint, where others ignore it
     # Pages that come from these may ask, too: "https://example.org", or "*" for all.
     allowed_origins: Sequence[str] = ()
+    name: str = "0"  # of this server's engine among several, in metrics
     created: int = field(default_factory=lambda: int(time.time()))
     responses: ResponseStore = field(default_factory=ResponseStore)
     # At most 4 bodies with grammars compile at once; other requests are not held up.
@@ -92,7 +93,7 @@ class Service:
     warned: set[str] = field(default_factory=set)  # of names that are ignored
 
     def __post_init__(self) -> None:
-        self.metrics = ServerMetrics(self.llm, self.names[0])
+        self.metrics = ServerMetrics(self.llm, self.names[0], self.name)
 
     @property
     def engine(self) -> EngineClient:

@@ -6,7 +6,7 @@ sent.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -92,10 +92,13 @@ class RequestTimer:
 
 
 class ServerMetrics:
-    """The metrics of one server. It is also the collector of the engine's counts."""
+    """The metrics of one server. It is also the collector of the engine's counts.
 
-    def __init__(self, llm: LLM, model: str) -> None:
-        self.llm, self.labels = llm, (model, "0")
+    ``engine`` is its name among several.
+    """
+
+    def __init__(self, llm: LLM, model: str, engine: str) -> None:
+        self.llm, self.labels = llm, (model, engine)
         self.registry = CollectorRegistry()
         self.times = {
             name: Histogram(
@@ -175,3 +178,14 @@ class ServerMetrics:
         for position, count in stats.accepted_tokens.items():
             accepted.add_metric((*self.labels, str(int(position) - 1)), count)
         yield accepted
+
+
+def join_texts(texts: Iterable[bytes]) -> bytes:
+    """The metrics of several servers as one: each of their names comes once."""
+    begin = b"# HELP "
+    values: dict[bytes, list[bytes]] = {}
+    for text in texts:
+        for part in text.split(begin)[1:]:
+            about, kind, *lines = part.splitlines(keepends=True)
+            values.setdefault(begin + about + kind, []).extend(lines)
+    return b"".join(head + b"".join(lines) for head, lines in values.items())
