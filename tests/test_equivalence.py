@@ -209,24 +209,32 @@ class Prophet(Speculator):
 
 def guess_with(proposer: Any, scheduler: Any, prophet: Prophet) -> None:
     """Have a head's drafts be right now and then: it drafts, and is corrected."""
-    draft = proposer._draft
+    head, draft, passes = proposer.head, proposer._draft, itertools.count()
+    likeliest = head.draft
 
-    def corrected(count: int) -> None:
-        draft(count)
-        column = int(proposer.column) - 1
+    def begin(count: int, number: int) -> None:
+        nonlocal passes
+        passes = itertools.count()
+        draft(count, number)
+
+    def corrected(normed: Any) -> Any:
+        tokens = likeliest(normed)
+        # The first draft comes after the token behind the one that was read last.
+        behind = next(passes) + 2
         for number, row in proposer.row_of.items():
             request = scheduler.requests.get(number)
-            # The first of what comes after the token behind the one that it has read.
-            place = int(proposer.positions[row]) + 2
+            place = int(proposer.positions[row]) + behind
             if request is None or prophet.chance.random() < 0.15:
                 continue
             prompt = tuple(request.tokens[: request.num_prompt])
             params = replace(request.params, seed=request.seed)
             text = [*prompt, *prophet.alone(prompt, params)[0]]
             if place < len(text):
-                proposer.current[row] = proposer.results[row, column] = text[place]
+                tokens[row] = text[place]
+        return tokens
 
-    proposer._draft = corrected
+    proposer._draft = begin
+    vars(head)["draft"] = corrected
 
 
 def capture_steps(runner: Any, drafts: bool = False) -> None:

@@ -183,7 +183,7 @@ def test_captured_drafts_are_those_of_other_steps(
         found.append(([r.tokens for r in asked], drafts, speculator.draft_stats()))
     assert found[0] == found[1]
     assert found[0][2]["drafts"] > 20
-    names = ["_read", "_first", "_next", *(["_resolve"] if overlap else [])]
+    names = ["_read", "_draft", *(["_resolve"] if overlap else [])]
     assert min(replays[name] for name in names) > 5, replays
 
 

@@ -89,17 +89,19 @@ def head_page_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> 
 
 def capture_drafts(scheduler: object, runner: Runner) -> None:
     """Record what is done for drafts, and measure again: steps are captured now."""
+    every: Any = getattr(scheduler, "ranks", [scheduler])
+    speculators = [one.speculator for one in every if hasattr(one, "speculator")]
+    if not speculators:
+        return
     if runner.proposer is not None:
         views = {
             graph.shape: runner.batch_of(graph.shape)
             for graph in (*runner.drafting, *runner.verifying)
         }
-        sizes = bucket_sizes(runner.max_num_seqs)
-        runner.proposer.capture(views, runner.sampled_tokens, sizes)
-    every: Any = getattr(scheduler, "ranks", [scheduler])
-    speculators = [one.speculator for one in every if hasattr(one, "speculator")]
-    if speculators:
-        measure_costs(speculators, runner)
+        sizes, most = bucket_sizes(runner.max_num_seqs), speculators[0].most
+        numbers = [most] if speculators[0].costs is None else range(1, most + 1)
+        runner.proposer.capture(views, runner.sampled_tokens, sizes, numbers)
+    measure_costs(speculators, runner)
 
 
 def measure_costs(speculators: Sequence[Speculator], runner: Runner) -> None:

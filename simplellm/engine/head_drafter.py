@@ -11,6 +11,7 @@ T tokens of a step, n requests that it samples for, K kv heads, D head_dim.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -118,15 +119,12 @@ class HeadProposer:
         # the block table, and for how many positions that has pages; 0 for padding.
         self.staging = [pinned([4, rows], torch.int32, device) for _ in range(2)]
         self.columns = numbers(4, rows)
-        # What the next draft is made of.
+        # What the first draft is made of.
         self.q = empty(rows, config.num_attention_heads, dim)
         self.residual = empty(rows, config.hidden_size)
-        self.hidden = empty(rows, config.hidden_size)
-        self.current = numbers(rows, dtype=torch.int64)
         self.positions = numbers(rows)
         self.tables = numbers(rows, width)
         self.width = width  # of it, that the step has
-        self.column = numbers(1, dtype=torch.int64)  # of the next draft in results
         self.zeros, self.starts = numbers(rows), torch.arange(rows + 1, device=device)
         self.starts = self.starts.int()
         self.offsets = torch.arange(most, device=device).int()
@@ -149,7 +147,9 @@ class HeadProposer:
         self.linked = False  # whether any token of the step has a row
         self.resolve_graphs: dict[CaptureShape, Callable[[], None]] = {}
         self.read_graphs: dict[CaptureShape, Callable[[], None]] = {}
-        self.draft_graphs: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
+        # By numbers of requests, of which `sizes` are captured, and of drafts.
+        self.draft_graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self.sizes: Sequence[int] = ()
 
     def page(self, number: int) -> Tensor:
         """The keys and values of a page, wherever it lies."""
@@ -193,28 +193,38 @@ class HeadProposer:
         self.positions[:count] = batch.positions[at]
         self.tables[:count, : group.tables.shape[1]] = group.tables[owners]
 
-    def _draft(self, count: int) -> None:
-        """A draft for each of ``count`` requests, from its state."""
+    def _draft(self, count: int, number: int) -> None:
+        """A ``number`` of drafts for each of ``count`` requests, one after another."""
+        size, attn, cache = self.page_size, self.head.attn, (self.keys, self.values)
         capacity, tables = self.columns[3, :count], self.tables[:count, : self.width]
-        lengths = torch.minimum(self.positions[:count] + 1, capacity)
-        group = KVGroup(
-            slots=self.zeros[:0],
-            tables=tables,
-            offsets=self.zeros[:count],
-            lengths=lengths,
-            query_start_loc=self.starts[: count + 1],
-            decodes=count,
-            window=None,
-            page_size=self.page_size,
-        )
-        out = self.ops.attend(self.q[:count], self.keys, self.values, group, None)
-        x = self.residual[:count].clone()
-        normed, hidden = self.head.outputs(self.ops, x, out)
-        tokens = self.head.draft(normed)
-        self.hidden[:count], self.current[:count] = hidden, tokens
-        column = self.column.expand(count, 1)
-        self.results[:count].scatter_(1, column, tokens.int()[:, None])
-        self.column += 1
+        # Of each draft: where the token lies that it follows.
+        positions = self.positions[:count] + self.offsets[:number, None]
+        lengths = torch.minimum(positions + 1, capacity)
+        positions = positions.clamp(max=len(attn.cos) - 1)
+        index = (positions // size).clamp(max=self.width - 1).long()
+        pages = tables.T.gather(0, index)
+        # Beyond the pages that there are, a draft's keys are not written.
+        slots = torch.where(positions < capacity, pages * size + positions % size, -1)
+        q, x = self.q[:count], self.residual[:count]
+        for turn in range(number):
+            group = KVGroup(
+                slots=self.zeros[:0],
+                tables=tables,
+                offsets=self.zeros[:count],
+                lengths=lengths[turn],
+                query_start_loc=self.starts[: count + 1],
+                decodes=count,
+                window=None,
+                page_size=size,
+            )
+            out = self.ops.attend(q, *cache, group, None)
+            normed, hidden = self.head.outputs(self.ops, x, out)
+            tokens = self.head.draft(normed)
+            self.results[:count, 2 + turn] = tokens
+            if turn + 1 < number:  # the next one reads it
+                x, qkv = self.head.inputs(self.ops, hidden, tokens)
+                where = positions[turn + 1], *cache, slots[turn + 1]
+                q = self.ops.rope_and_cache(qkv, attn, *where)
 
     def _resolve(self, batch: Batch) -> None:
         """Write tokens and positions that depend on how many drafts were right.
@@ -239,34 +249,18 @@ class HeadProposer:
             slots = pages * size + index % size
             group.slots.copy_(torch.where(linked, slots, group.slots))
 
-    def _first(self, count: int) -> None:
-        self.column.fill_(2)
-        self._draft(count)
-
-    def _next(self, count: int) -> None:
-        """Read the draft that was made, and make one more."""
-        size, attn = self.page_size, self.head.attn
-        self.positions[:count] += 1
-        positions = self.positions[:count].clamp(max=len(attn.cos) - 1)
-        pages = (positions // size).clamp(max=self.width - 1).long()
-        pages = self.tables[:count].gather(1, pages[:, None])[:, 0]
-        # Beyond the pages that there are, a draft's keys are not written.
-        there = positions < self.columns[3, :count]
-        slots = torch.where(there, pages * size + positions % size, -1).int()
-        x = self.hidden[:count].clone()
-        residual, qkv = self.head.inputs(self.ops, x, self.current[:count])
-        cache = self.keys, self.values
-        q = self.ops.rope_and_cache(qkv, attn, positions, *cache, slots)
-        self.q[:count], self.residual[:count] = q, residual
-        self._draft(count)
-
     @torch.inference_mode()
     def capture(
-        self, views: Mapping[CaptureShape, Batch], sampled: Tensor, sizes: Sequence[int]
+        self,
+        views: Mapping[CaptureShape, Batch],
+        sampled: Tensor,
+        sizes: Sequence[int],
+        numbers: Sequence[int],
     ) -> None:
         """Record what is done after captured steps without prompts.
 
-        ``views`` are their batches, and ``sizes`` numbers of requests.
+        ``views`` are their batches, ``sizes`` numbers of requests, in ascending order,
+        and ``numbers`` those of drafts that may be made for each.
         """
         pool: Any = None
 
@@ -281,9 +275,9 @@ class HeadProposer:
         self.columns.zero_()
         self.links.fill_(-1)
         try:
-            for size in sorted(sizes, reverse=True):
-                runs = partial(self._first, size), partial(self._next, size)
-                self.draft_graphs[size] = recorded(runs[0]), recorded(runs[1])
+            for made in sorted(product(sizes, numbers), reverse=True):
+                self.draft_graphs[made] = recorded(partial(self._draft, *made))
+            self.sizes = sizes
             for shape, batch in sorted(views.items(), reverse=True):
                 batch.pad()
                 self.resolve_graphs[shape] = recorded(partial(self._resolve, batch))
@@ -378,14 +372,10 @@ class HeadProposer:
             self._read(batch, following, sampled, count)
         if not count:
             return None
-        size = next((size for size in sorted(self.draft_graphs) if size >= count), None)
-        runs: tuple[Callable[[], None], Callable[[], None]]
-        runs = partial(self._first, count), partial(self._next, count)
-        first, one_more = runs if size is None else self.draft_graphs[size]
         if self.count:
-            first()
-        for _ in range(self.count - 1):
-            one_more()
+            size = next((size for size in self.sizes if size >= count), count)
+            eager = partial(self._draft, count, self.count)
+            self.draft_graphs.get((size, self.count), eager)()
         host, made = self.host[self.index][:count], self.count
         host.copy_(self.results[:count], non_blocking=True)
 
@@ -464,15 +454,13 @@ class HeadProposer:
         """What a draft takes, for one request with nothing in the cache."""
         self.columns.zero_()
         self.columns[3, 0] = self.page_size
-        size = min(self.draft_graphs, default=0)
-        run = self.draft_graphs[size][1] if size else partial(self._next, 1)
+        run = self.draft_graphs.get((1, self.most), partial(self._draft, 1, self.most))
         times = []
         for _ in range(1 + REPEATS):
-            self.column.fill_(2)
             self.positions.zero_()
             start = time.perf_counter()
             run()
             if self.columns.is_cuda:
                 torch.cuda.synchronize(self.columns.device)
             times.append(time.perf_counter() - start)
-        return min(times[1:])
+        return min(times[1:]) / self.most
