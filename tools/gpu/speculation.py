@@ -6,7 +6,8 @@
 Random weights accept no drafts, so a coin does, such that a step that checks three
 gives --length tokens in the mean: synthetic acceptance, as in InferenceX. It's tossed
 where drafts are compared, for a head's on the device: what is drafted next has to
-follow. What it takes to make drafts, to check them and to choose their number is real.
+follow. Tosses are spread evenly, so that a short answer has about this mean, too. What
+it takes to make drafts, to check them and to choose their number is real.
 The head has the size of the public ones.
 
 For each batch there are four ways, whose turns repeat: no speculation; three drafts;
@@ -43,8 +44,8 @@ from simplellm.base.config import ModelConfig
 from simplellm.base.request import Request
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.eagle import HeadConfig, head_shapes, may_lack
-from simplellm.engine import head_drafter, step_output
-from simplellm.engine.draft_budget import DraftBackoff, StepCosts
+from simplellm.engine import head_drafter, speculator, step_output
+from simplellm.engine.draft_budget import DraftBackoff, Overhead, StepCosts
 from simplellm.engine.engine import Engine
 from simplellm.engine.speculative_scheduler import SpeculativeScheduler
 from simplellm.engine.speculator import Speculator
@@ -54,6 +55,7 @@ DRAFTS = 3
 DRAFT_VOCAB = 32_000  # of public heads
 INNER = {2880: 17_280, 4096: 14_336}  # their MLP's size, by the model's hidden size
 WAYS = "none", "three", "chosen", "wrong"
+GOLDEN = (5**0.5 - 1) / 2
 
 
 def write_head(folder: Path, model: ModelConfig) -> None:
@@ -83,21 +85,44 @@ def write_head(folder: Path, model: ModelConfig) -> None:
 
 
 class Coin:
-    """A draft is right by ``chance``, if those before it are."""
+    """A draft is right by ``chance``, if those before it are.
+
+    Toss n is the fraction of n times the golden ratio, in place of a random number.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.chance, self.draw = torch.zeros(1, device=device), random.Random(0)
+        self.chance, self.tosses = 0.0, 0
+        # The same for the device, where a captured graph finds them.
+        self.device_chance = torch.zeros(1, device=device)
+        self.device_tosses = torch.zeros(1, device=device, dtype=torch.float64)
+
+    def set_chance(self, chance: float) -> None:
+        self.chance = chance
+        self.device_chance.fill_(chance)
 
     def equal_drafts(self, drafts: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """In place of the function of this name, for drafts of a head."""
-        return torch.rand(drafts.shape, device=drafts.device) < self.chance
+        rows, columns = (torch.arange(n, device=drafts.device) for n in drafts.shape)
+        toss = (self.device_tosses + rows) * GOLDEN % 1
+        self.device_tosses += len(rows)
+        return toss[:, None] < self.device_chance ** (1 + columns)
+
+    def right(self, most: int) -> int:
+        """How many of so many drafts are right that the host knows."""
+        self.tosses += 1
+        toss = self.tosses * GOLDEN % 1
+        return sum(toss < self.chance**place for place in range(1, most + 1))
 
     def accept_drafts(self, drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
         """In place of the function of this name, for drafts that the host knows."""
-        right, chance = 0, float(self.chance)
-        while right < len(drafts) and self.draw.random() < chance:
-            right += 1
+        right = self.right(len(drafts))
         return [*drafts[:right], sampled[right]]
+
+    def acceptance(self, drafts: Sequence[int], came: Sequence[int]) -> tuple[int, int]:
+        """In place of the function of this name, for drafts that weren't checked."""
+        most = min(len(drafts), len(came))
+        right = self.right(most)
+        return right, min(right + 1, most)
 
 
 def chance_of(length: float) -> float:
@@ -168,7 +193,7 @@ class Run:
         source = open_weights(*weights)
         write_head(folder / "head", source.config)
         self.vocab_size, self.batches = source.config.vocab_size, batches
-        self.known: dict[str, tuple[Any, DraftBackoff]] = {}  # of drafts, by way
+        self.known: dict[str, tuple[Any, Any, DraftBackoff]] = {}  # of drafts, by way
         if "none" in ways:
             self.plain, _, _ = load_engine(source, config, dtype, device)
             self.plain.start()
@@ -180,6 +205,7 @@ class Run:
         # For good: a graph that is captured does what stands here while it is.
         mock.patch.object(head_drafter, "equal_drafts", self.coin.equal_drafts).start()
         mock.patch.object(step_output, "accept_drafts", self.coin.accept_drafts).start()
+        mock.patch.object(speculator, "acceptance", self.coin.acceptance).start()
         self.drafting, _, _ = load_engine(source, config, dtype, device)
         print(f"with drafts: ready after {time.monotonic() - began:.0f} s", flush=True)
         scheduler = self.drafting.scheduler
@@ -201,19 +227,19 @@ class Run:
             speed_now = speed(self.plain, prompts, self.args.tokens)
             return {"tokens_per_second": speed_now}
         assert self.drafting is not None
-        speculator, fixed = self.speculator, name == "three"
-        speculator.costs = None if fixed else self.costs
-        speculator.most = DRAFTS if fixed else self.most
-        speculator.rates, speculator.backoff = self.known.setdefault(
-            name, ({}, DraftBackoff())
-        )
-        self.coin.chance.fill_(0.0 if name == "wrong" else chance_of(self.args.length))
-        before = speculator.checked[1], sum(speculator.accepted.values())
-        checked = sum(speculator.checked.values())
+        chooser, fixed = self.speculator, name == "three"
+        chooser.costs = None if fixed else self.costs
+        chooser.most = DRAFTS if fixed else self.most
+        overheads = Overhead(), Overhead()
+        known = self.known.setdefault(name, ({}, overheads, DraftBackoff()))
+        chooser.rates, chooser.overheads, chooser.backoff = known
+        self.coin.set_chance(0.0 if name == "wrong" else chance_of(self.args.length))
+        before = chooser.checked[1], sum(chooser.accepted.values())
+        checked = sum(chooser.checked.values())
         speed_now = speed(self.drafting, prompts, self.args.tokens)
-        steps = speculator.checked[1] - before[0]
-        right = sum(speculator.accepted.values()) - before[1]
-        drafts = sum(speculator.checked.values()) - checked
+        steps = chooser.checked[1] - before[0]
+        right = sum(chooser.accepted.values()) - before[1]
+        drafts = sum(chooser.checked.values()) - checked
         row = {"tokens_per_second": speed_now, "checks": steps, "drafts": drafts}
         return row | {"length": 1 + right / steps if steps else 1.0}
 
