@@ -5,8 +5,8 @@ import torch
 
 from simplellm.model import feed_forward
 from simplellm.model.kernels.linear import (
-    INVARIANT,
     MANY_TOKENS,
+    MOST_STORED,
     PROJECTIONS,
     Dot,
     Gemv,
@@ -54,7 +54,7 @@ def multiply(x, weight, bias, config):
     """[T, N] in x's dtype, or float32 parts [T, S, N], in the way of ``config``."""
     y = x.new_full((len(x), len(weight)), torch.nan)
     if config.parts > 1:
-        shape = len(x), config.parts, len(weight)
+        shape = len(x), config.stored, len(weight)
         y = torch.full(shape, torch.nan, device=x.device)
     multiply_into(y, x, weight, bias, config)
     return y
@@ -125,12 +125,41 @@ def test_nan_in_x_is_nan_in_y(kernel_device, config):
 
 
 @pytest.mark.bits
+@pytest.mark.parametrize("columns", [64, 320, 352])
+def test_joined_parts_are_those_that_the_next_kernel_would_add_up(
+    kernel_device, columns
+):
+    """In the same order. Of 64 columns all but the first of them are empty."""
+    x, weight, bias = inputs(kernel_device, 20, 96, columns, torch.float16)
+    apart = Dot(64, 64, 3, 4, 2)
+    wide = apart._replace(rows=128, warps=8, joined=True)
+    for given in (bias, None):
+        parts = multiply(x, weight, given, apart)
+        joined = multiply(x, weight, given, wide)
+        assert joined.shape == (20, 1, 96) and joined.dtype == torch.float32
+        assert torch.equal(joined[:, 0], parts[:, 0] + parts[:, 1] + parts[:, 2])
+
+
+@pytest.mark.bits
 def test_a_row_has_the_same_bits_among_any_number_of_others(kernel_device):
     x, weight, bias = inputs(kernel_device, 150, 96, 320, torch.float16)
     together = project(x, weight, bias, batch_invariant=True)
     for rows in (slice(0, 1), slice(63, 65), slice(70, 71), slice(20, 149)):
         apart = project(x[rows], weight, bias, batch_invariant=True)
         assert torch.equal(apart, together[rows])
+
+
+def test_the_order_of_an_invariant_sum_is_one_for_all_numbers_of_tokens():
+    counts = 1, 16, 64, 65, 300, 3000, 65536
+    for size_out, size_in in (*PROJECTIONS, (24576, 4096), (4096, 12288), (300, 20000)):
+        ways = {
+            tokens: choose_invariant(tokens, size_out, size_in) for tokens in counts
+        }
+        assert len({(way.depth, way.parts) for way in ways.values()}) == 1
+        for tokens, way in ways.items():
+            few = tokens * way.stored * size_out <= MOST_STORED
+            assert few or tokens <= 64 or way.stored == 1
+        assert ways[1].parts == 1 or ways[65536].joined
 
 
 def test_more_tokens_go_to_pytorch():
@@ -140,7 +169,7 @@ def test_more_tokens_go_to_pytorch():
         assert choose(1, size_out, size_in) == entries[0][1]
         assert choose(limits[-1], size_out, size_in) == entries[-1][1]
         assert choose(limits[-1] + 1, size_out, size_in) is None
-    assert MANY_TOKENS.parts == 1 and INVARIANT.width == 64
+    assert MANY_TOKENS.parts == 1
 
 
 def test_weights_that_nobody_has_measured_have_a_way_too():
@@ -154,7 +183,6 @@ def test_weights_that_nobody_has_measured_have_a_way_too():
         else:
             assert size_in > 16384
     assert choose(64, 4096, 12288).parts == 4
-    assert choose_invariant(24576).parts == 1 < choose_invariant(5120).parts
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def multiply_group(
 
 
 class Grouping(NamedTuple):
-    """How the kernel divides its work. It may change the last bits of a result."""
+    """How the kernel divides its work. Sums are in ascending order of columns."""
 
     rows: int  # of weights a program
     tokens: int  # of a block, `dispatch`'s ``block``
@@ -160,7 +160,6 @@ GROUPINGS: tuple[tuple[float, Grouping], ...] = (
     (256, Grouping(rows=128, tokens=128, warps=4, stages=3)),
     (math.inf, Grouping(rows=128, tokens=256, warps=8, stages=3, widths=2)),
 )
-INVARIANT_GROUPING = GROUPINGS[1][1]  # for any number of tokens
 
 
 @lru_cache(8192)
@@ -256,12 +255,10 @@ def experts(
     held, normalized = mlp.held, mlp.normalized
     ids, scores = route_tokens(x, *router, batch_invariant, normalized, held)
     out = room(mlp, x, *ids.shape, mlp.down.shape[1])
-    grouping = INVARIANT_GROUPING
-    if not batch_invariant:
-        if are_few(x.shape[0], count, top_k):
-            return experts_few(x, mlp, ids, scores, num_tokens, out)
-        scaled = isinstance(mlp.gate_up, Scaled)
-        grouping = choose_grouping(x.shape[0], count, top_k, scaled)
+    if are_few(x.shape[0], count, top_k) and not batch_invariant:
+        return experts_few(x, mlp, ids, scores, num_tokens, out)
+    scaled = isinstance(mlp.gate_up, Scaled)
+    grouping = choose_grouping(x.shape[0], count, top_k, scaled)
     order = dispatch(ids, len(held), grouping.tokens, num_tokens, len(held) < count)
     hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
     multiply_groups(hidden, x, mlp.gate_up, None, order, top_k, grouping)

@@ -11,7 +11,6 @@ from torch import Tensor
 from simplellm.model.kernels.argmax_keys import index_of, largest_key
 from simplellm.model.kernels.launch import launcher, pdl_wait
 from simplellm.model.kernels.linear import (
-    INVARIANT,
     Dot,
     Gemv,
     Product,
@@ -36,7 +35,6 @@ HEADS: Table = (
     (32, Dot(rows=128, depth=128, parts=1, warps=8, stages=4, pdl=False)),
     (128, Dot(rows=128, depth=128, parts=1, warps=4, stages=3, pdl=False)),
 )
-INVARIANT_HEAD = INVARIANT._replace(parts=1)
 
 
 def choose_head(rows: int) -> Product | None:
@@ -53,7 +51,9 @@ def head(
     equal ones the lower id wins, and NaN wins against all numbers, so that a row of NaN
     yields 0. With ``batch_invariant`` no row's logits depend on the others.
     """
-    config = INVARIANT_HEAD if batch_invariant else choose_head(hidden.shape[0])
+    config = choose_head(hidden.shape[0])
+    if batch_invariant:  # on tensor cores any tile sums a row in the same order
+        config = choose_head(max(hidden.shape[0], 2)) or HEADS[-1][1]
     if config is not None:
         return likeliest(hidden, weight, logits, config)
     if hidden.dtype == torch.float32:

@@ -43,13 +43,19 @@ class Gemv(NamedTuple):
         """A row is summed at once."""
         return 1
 
+    @property
+    def stored(self) -> int:
+        """No more of them."""
+        return 1
+
 
 class Dot(NamedTuple):
     """How `dot_kernel` runs: a tile of rows x depth, and parts along K.
 
     ``ahead`` is how many steps of depth are brought to the L2 cache before the wait, of
-    a weight whose rows begin at multiples of 16 bytes. ``width`` is how many tokens a
-    program takes; None: all, from 16 up to 128.
+    a weight whose rows begin at multiples of 16 bytes. ``joined`` parts are summed by
+    one program, which adds them up in the order in which the kernel behind would.
+    ``width`` is how many tokens a program takes; None: all, from 16 up to 128.
     """
 
     rows: int
@@ -60,6 +66,12 @@ class Dot(NamedTuple):
     pdl: bool = True
     ahead: int = 0
     width: int | None = None
+    joined: bool = False
+
+    @property
+    def stored(self) -> int:
+        """Parts that the kernel behind has to add up."""
+        return 1 if self.joined else self.parts
 
 
 Product = Gemv | Dot
@@ -324,6 +336,7 @@ def dot_kernel(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
+    JOINED: tl.constexpr,
     AHEAD: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -333,10 +346,10 @@ def dot_kernel(
     """One program for ROWS rows, TOKENS tokens and one of PARTS parts of K.
 
     y[t, part, row] = x[t, part of K] . weight[row, part of K], and in part 0 + bias;
-    where there is one part, best[t, program] is the key of the largest. With an
-    ACTIVATION the rows are gates and ups: y[t, unit] = activation(gate) * up. With
-    scales the weight has 8 bits, see `dot_tile`. All pointers but those of x, weight
-    and y may be None.
+    where there is one part, best[t, program] is the key of the largest. JOINED parts
+    have one program: y[t, row] is their sum. With an ACTIVATION the rows are gates and
+    ups: y[t, unit] = activation(gate) * up. With scales the weight has 8 bits, see
+    `dot_tile`. All pointers but those of x, weight and y may be None.
     """
     program = tl.program_id(0)
     if ACTIVATION is None:
@@ -345,8 +358,9 @@ def dot_kernel(
         units, rows = gate_and_up_rows(N, ROWS)
     t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     part, start, stop = 0, 0, K
+    LENGTH: tl.constexpr = tl.cdiv(tl.cdiv(K, DEPTH), PARTS) * DEPTH
+    STORED: tl.constexpr = 1 if JOINED else PARTS
     if PARTS > 1:
-        LENGTH: tl.constexpr = tl.cdiv(tl.cdiv(K, DEPTH), PARTS) * DEPTH
         part = tl.program_id(1)
         start = part * LENGTH
         stop = tl.minimum(start + LENGTH, K)
@@ -361,10 +375,17 @@ def dot_kernel(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
         total += tl.where(part == 0, bias, 0.0)[:, None]
+    if JOINED:
+        for start in range(LENGTH, K, LENGTH):
+            total += dot_tile(
+                *(x_ptr, x_scales_ptr, t, t < tokens, stride_x, room, weight_ptr),
+                *(scales_ptr, rows, rows // TILE_ROWS, rows < N),
+                *(start, tl.minimum(start + LENGTH, K), K, DEPTH, COLUMNS, PDL),
+            )
     WIDTH: tl.constexpr = N if ACTIVATION is None else N // 2
     if ACTIVATION is not None:
         total, rows = apply_gate(total, ACTIVATION), units
-    where = (t[None, :].to(tl.int64) * PARTS + part) * WIDTH + rows[:, None]
+    where = (t[None, :].to(tl.int64) * STORED + part) * WIDTH + rows[:, None]
     inside = (rows < WIDTH)[:, None] & (t < tokens)[None, :]
     tl.store(y_ptr + where, total.to(y_ptr.dtype.element_ty), inside)
     if best_ptr is not None:
@@ -398,8 +419,7 @@ PROJECTIONS: dict[tuple[int, int], Table] = {
 }
 # For more tokens than a table has, where PyTorch's matmul would round the sums.
 MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
-# For any number of tokens: each is then summed in the same order, by the same program.
-INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
+MOST_STORED = 2**22  # numbers of parts, beyond which one program joins them
 ENOUGH = 264  # programs, for all processors of an H100 or H200
 MOST_PARTS = 8
 
@@ -433,9 +453,22 @@ def choose(tokens: int, size_out: int, size_in: int) -> Product | None:
     return choose_in(table or other_projections(size_out, size_in), tokens)
 
 
-def choose_invariant(size_out: int) -> Product:
-    """The way for any number of tokens; parts of more rows would take much memory."""
-    return INVARIANT if size_out <= 8192 else INVARIANT._replace(parts=1)
+@lru_cache(8192)
+def choose_invariant(tokens: int, size_out: int, size_in: int) -> Dot:
+    """The way for so many tokens, of which each is summed in the same order.
+
+    That order is one part after the other, and within a part column after column: parts
+    and depth are always those of a few tokens. All else may change with their number.
+    """
+    table = PROJECTIONS.get((size_out, size_in))
+    table = table or other_projections(size_out, size_in)
+    few = next(config for _, config in table if isinstance(config, Dot))
+    if tokens <= 64:
+        return few
+    if few.parts > 1 and tokens * few.parts * size_out <= MOST_STORED:
+        return few._replace(width=64)
+    joined, stages = few.parts > 1, 256 // few.depth
+    return few._replace(rows=128, warps=8, stages=stages, pdl=True, joined=joined)
 
 
 class Scaling(NamedTuple):
@@ -484,8 +517,9 @@ def product_launcher(
         return launcher(gemv_kernel, **options), (programs, 1, 1)
     width = config.width or min(max(16, power_of_two(tokens)), 128)
     options |= {"TOKENS": width, "DEPTH": config.depth, "PARTS": config.parts}
-    options |= {"AHEAD": config.ahead, "num_stages": config.stages}
-    grid = programs, config.parts, -(-tokens // width)
+    options |= {"JOINED": config.joined, "AHEAD": config.ahead}
+    options |= {"num_stages": config.stages}
+    grid = programs, config.stored, -(-tokens // width)
     return launcher(dot_kernel, **options), grid
 
 
@@ -498,7 +532,8 @@ def multiply_into(
     best: Tensor | None = None,
     activation: str | None = None,
 ) -> None:
-    """Fill y [T, N], or the parts [T, S, N] of ``config``: x ``weight``^T + ``bias``.
+    """Fill y [T, N], or the parts [T, S, N] that ``config`` stores: x ``weight``^T +
+    ``bias``.
 
     Products are summed in float32. x [T, K] has contiguous rows; ``weight`` [N, K],
     ``bias`` [N] and y are contiguous. ``best`` int64 [T, N / config.rows, rounded up]
@@ -522,15 +557,14 @@ def project(
     ``batch_invariant`` no token's result depends on the others.
     """
     tokens, (size_out, size_in) = x.shape[0], weight.shape
-    config: Product | None = choose_invariant(size_out)
-    if not batch_invariant:
-        config = choose(tokens, size_out, size_in)
+    pick = choose_invariant if batch_invariant else choose
+    config = pick(tokens, size_out, size_in)
     if config is None:
         return functional.linear(x, weight, bias)
     if config.parts == 1:
         y = x.new_empty(tokens, size_out)
     else:
-        y = x.new_empty(tokens, config.parts, size_out, dtype=torch.float32)
+        y = x.new_empty(tokens, config.stored, size_out, dtype=torch.float32)
     multiply_into(y, x, weight, bias, config)
     return y
 
@@ -538,9 +572,8 @@ def project(
 def project_exactly(x: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
     """`project` with sums that stay float32: always parts, [T, S, N]."""
     tokens, (size_out, size_in) = x.shape[0], weight.shape
-    config: Product = INVARIANT
-    if not batch_invariant:
-        config = choose(tokens, size_out, size_in) or MANY_TOKENS
-    y = x.new_empty(tokens, config.parts, size_out, dtype=torch.float32)
+    pick = choose_invariant if batch_invariant else choose
+    config = pick(tokens, size_out, size_in) or MANY_TOKENS
+    y = x.new_empty(tokens, config.stored, size_out, dtype=torch.float32)
     multiply_into(y, x, weight, None, config)
     return y

@@ -20,7 +20,6 @@ from simplellm.model.kernels.fragments import prepare as prepare_weights
 from simplellm.model.kernels.gated import gate_activation
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.linear import (
-    Product,
     choose,
     choose_invariant,
     multiply_into,
@@ -169,9 +168,8 @@ def multiply_gated(
     if mlp.activation == "gelu":  # it has no gate
         return None
     tokens, (size_out, size_in) = len(x), weight.shape
-    config: Product | None = choose_invariant(size_out)
-    if not batch_invariant:
-        config = choose(tokens, size_out, size_in)
+    pick = choose_invariant if batch_invariant else choose
+    config = pick(tokens, size_out, size_in)
     if config is None or config.parts > 1:
         return None
     out = x.new_empty(tokens, size_out // 2)

@@ -41,6 +41,10 @@ class PrefillTiles(NamedTuple):
     warps: int
     stages: int
     tokens: int  # queries that a program takes; below, with 8 heads of each
+    # Whether tiles begin at multiples of ``block`` in the sequence, and not with the
+    # first key that the first query sees: what a query sees is then cut alike in any
+    # company. Tiles that it does not see change nothing.
+    aligned: bool = False
 
 
 # Up to 128 registers a thread, two programs of 8 warps share a processor.
@@ -51,9 +55,6 @@ PREFILL = PrefillTiles(block=64, warps=8, stages=3, tokens=16)
 PREFILL_LONG = PrefillTiles(block=128, warps=8, stages=3, tokens=16)
 LONG_ROOM = 128 * 1024  # bytes of shared memory that it takes
 PREFILL_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=8)
-# A window's first tile of keys begins with the first key of the program's first query.
-# With a query to a program, that depends on nothing else.
-INVARIANT_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=1)
 
 
 def block_of(block: int, dim: int) -> int:
@@ -78,9 +79,7 @@ def prefill_tiles(
         stages = PREFILL_LONG.stages if max_shared_memory() >= LONG_ROOM else 2
         tiles = PREFILL_LONG._replace(stages=stages)
     if window is not None:
-        tiles = PREFILL_WINDOW
-        if batch_invariant:
-            tiles, heads = INVARIANT_WINDOW, 8
+        tiles = PREFILL_WINDOW._replace(aligned=batch_invariant)
     tokens = max(1, tiles.tokens * 8 // power_of_two(heads))
     return tiles._replace(block=block_of(tiles.block, dim), tokens=tokens)
 
@@ -130,6 +129,24 @@ def find_sequence(
 
 
 @triton.jit
+def find_lowest(
+    first_query,
+    offset,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Where the first tile begins; perhaps below 0, where pages that held it are gone.
+
+    Its keys before those that the first query sees are masked like all that is unseen.
+    """
+    lowest = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
+    if ALIGNED:
+        lowest -= (lowest + offset) % BLOCK
+    return lowest
+
+
+@triton.jit
 def tile_rows(
     table_ptr,
     first,
@@ -149,7 +166,8 @@ def tile_rows(
         rows = n * ROW
     else:
         start = tl.zeros([], tl.int64)
-        rows = find_rows(table_ptr, first + n, stop, stride_page, ROW, PAGE)
+        places = tl.maximum(first + n, 0)
+        rows = find_rows(table_ptr, places, stop, stride_page, ROW, PAGE)
     return start, rows
 
 
@@ -181,6 +199,7 @@ def prefill_kernel(
     ROWS: tl.constexpr,  # G, rounded up to a power of two
     DIMS: tl.constexpr,  # D, likewise
     BLOCK: tl.constexpr,  # keys in a tile
+    ALIGNED: tl.constexpr,  # whether tiles of a window begin at multiples of that
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -207,8 +226,8 @@ def prefill_kernel(
     d, n = tl.arange(0, DIMS), tl.arange(0, BLOCK)
     inside, heads = (token < end) & (group < G), head * G + group
     cell = inside[:, None] & (d < D)[None, :]
-    row = token.to(tl.int64)
-    out_ptr = out_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
+    places = (token.to(tl.int64) * (K * G * D) + heads * D)[:, None] + d[None, :]
+    out_ptr += places
     if sequence == num_sequences:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -217,20 +236,20 @@ def prefill_kernel(
         return
 
     # From a token's index among all to its position in the sequence.
-    shift = tl.load(lengths_ptr + sequence) - tl.load(offsets_ptr + sequence) - end
+    offset = tl.load(offsets_ptr + sequence)
+    shift = tl.load(lengths_ptr + sequence) - offset - end
     table_ptr = tables_ptr + sequence * stride_table
     first_query, queries = base + shift, (token + shift)[:, None]
     stop = tl.minimum(base + TOKENS, end) + shift
-    lowest = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
+    lowest = find_lowest(first_query, offset, WINDOW, BLOCK, ALIGNED)
     # The first query sees all keys up to here, and the others see at least these.
     clear = lowest + (first_query + 1 - lowest) // BLOCK * BLOCK
-    WHOLE: tl.constexpr = WINDOW == 0 and PAGE % BLOCK == 0
+    WHOLE: tl.constexpr = (WINDOW == 0 or ALIGNED) and PAGE % BLOCK == 0
     start, rows = tile_rows(table_ptr, lowest, n, stop, stride_page, K * D, PAGE, WHOLE)
     top, total, acc = init_acc(sinks_ptr, heads, inside, DIMS, HAS_SINKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    q_at = q_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
-    q = tl.load(q_at, mask=cell, other=0.0)
+    q = tl.load(q_ptr + places, mask=cell, other=0.0)
     keys_ptr += head * D
     values_ptr += head * D
     for first in range(lowest, stop, BLOCK):
@@ -257,6 +276,7 @@ def prefill_launcher(tiles: PrefillTiles, sizes: AttentionSizes) -> Launcher:
         **sizes._asdict(),
         TOKENS=tiles.tokens,
         BLOCK=tiles.block,
+        ALIGNED=tiles.aligned,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -96,11 +96,11 @@ def top_k_kernel(
     choices = tl.arange(0, BLOCK_K)[None, :]
     inside = (rows < tokens) & (experts < E)
     logits = tl.zeros([ROWS, BLOCK_E], tl.float32)
-    if bias_ptr is not None:
-        logits += tl.load(bias_ptr + experts, experts < E, 0).to(tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(PARTS):  # the bias last: parts may come joined
         where = (rows.to(tl.int64) * PARTS + part) * E + experts
         logits += tl.load(logits_ptr + where, inside, 0).to(tl.float32)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + experts, experts < E, 0).to(tl.float32)
     logits = tl.where(experts < E, logits, -float("inf"))
     ids, scores = top_k_of(logits, experts, choices, TOP_K, NORMALIZED)
     if HELD < E:
