@@ -236,7 +236,7 @@ class Tiling(NamedTuple):
     warps: int = 4
 
 
-FEW = Tiling(rows=64, tokens=8, unroll=3, stages=4)
+FEW = Tiling(rows=32, tokens=8, unroll=3, stages=4, warps=2)
 NARROW = Tiling(rows=128, tokens=16, widths=2, unroll=3, stages=3)
 LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
 # Two stages leave room for four programs on a processor.
