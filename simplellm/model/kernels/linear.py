@@ -376,11 +376,12 @@ def dot_kernel(
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
         total += tl.where(part == 0, bias, 0.0)[:, None]
     if JOINED:
-        for start in range(LENGTH, K, LENGTH):
+        for later in range(1, PARTS):
+            begin = later * LENGTH
             total += dot_tile(
                 *(x_ptr, x_scales_ptr, t, t < tokens, stride_x, room, weight_ptr),
                 *(scales_ptr, rows, rows // TILE_ROWS, rows < N),
-                *(start, tl.minimum(start + LENGTH, K), K, DEPTH, COLUMNS, PDL),
+                *(begin, tl.minimum(begin + LENGTH, K), K, DEPTH, COLUMNS, PDL),
             )
     WIDTH: tl.constexpr = N if ACTIVATION is None else N // 2
     if ACTIVATION is not None:
