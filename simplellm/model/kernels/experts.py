@@ -236,7 +236,7 @@ class Tiling(NamedTuple):
     warps: int = 4
 
 
-FEW = Tiling(rows=32, tokens=8, unroll=3, stages=4, warps=2)
+SHORT = Tiling(rows=32, tokens=8, unroll=3, stages=4, warps=2)
 NARROW = Tiling(rows=128, tokens=16, widths=2, unroll=3, stages=3)
 LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
 # Two stages leave room for four programs on a processor.
@@ -250,7 +250,7 @@ WIDE = Tiling(rows=128, tokens=128, widths=3)
 # another way, unless they are to be summed as among others: the tensor cores of an H200
 # do so alike in any tiling, see figures/12-invariance.json.
 TILINGS: tuple[tuple[float, float, Tiling, Tiling], ...] = (
-    (16, 1, FEW, FEW),
+    (16, 1, SHORT, SHORT),
     (76, 12, NARROW, NARROW),
     (math.inf, 6, LEAN, LEAN),
     (math.inf, 12, NARROW, NARROW),

@@ -250,8 +250,7 @@ def prefill_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     q = tl.load(q_ptr + places, mask=cell, other=0.0)
-    keys_ptr += head * D
-    values_ptr += head * D
+    keys_ptr, values_ptr = keys_ptr + head * D, values_ptr + head * D
     for first in range(lowest, stop, BLOCK):
         at = first + n
         own = at < stop
