@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -47,11 +47,12 @@ from simplellm.model.kernels.experts import Tiling
 from simplellm.model.kernels.fused import fused
 from simplellm.model.kernels.linear import Dot
 from simplellm.model.kernels.prefill import PrefillTiles
+from simplellm.model.layers import Experts
 from simplellm.model.model import Model
 
 MODEL = "gpt-oss-120b"
 REQUESTS = 64
-COMMON = {
+COMMON: dict[str, Any] = {
     "max_num_seqs": REQUESTS,
     "max_model_len": 2304,
     "max_num_batched_tokens": 8192,
@@ -138,7 +139,7 @@ def attention_variants(case: Case) -> Iterator[Variant]:
     if case.arguments[0][3].window is None:
         return
     for numbers in tune.spelled("32x4x3x16 64x4x3x8 64x4x2x8 64x8x3x16 32x4x4x8"):
-        tiles = PrefillTiles(*numbers, aligned=True)
+        tiles = PrefillTiles(*numbers)._replace(aligned=True)
         yield Variant(tune.named(tiles), chosen("prefill.prefill_tiles", tiles))
     # What the ordinary kernel may be, too.
     for numbers in tune.spelled("32x4x3x8"):
@@ -203,11 +204,11 @@ def bits(model: Model) -> dict[str, dict[str, str]]:
             return [added(ops.project(x[rows], weight, bias))]
 
         found[name] = compared(name, multiply, counts)
-    hidden = normal(8192, model.config.hidden_size)
+    hidden, own = normal(8192, model.config.hidden_size), cast(Experts, layer.mlp)
 
     def through_experts(rows: slice) -> list[Tensor]:
         some = hidden[rows]
-        return [ops.experts(some, layer.mlp, integers([len(some)]))]
+        return [ops.experts(some, own, integers([len(some)]))]
 
     found["experts"] = compared("experts", through_experts, counts)
 
@@ -441,7 +442,7 @@ def make_prompts() -> list[list[int]]:
 
 def answers(engine: Engine, batch: int) -> list[list[int]]:
     """Greedy continuations, ``batch`` prompts at once."""
-    prompts, found = make_prompts(), []
+    prompts, found = make_prompts(), list[list[int]]()
     lengths = [24 + n % 3 * 12 for n in range(REQUESTS)]
     for first in range(0, REQUESTS, batch):
         client, part = Client(engine), slice(first, first + batch)
