@@ -45,7 +45,7 @@ def count_of(slots, slot, WORDS: tl.constexpr):
     return slots.to(tl.pointer_type(tl.int32)) + (slot + 1) * WORDS - COUNT_WORDS
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["num_tokens_ptr"])
 def dispatch_kernel(
     x_ptr,
     num_tokens_ptr,
