@@ -90,7 +90,7 @@ LIBRARIES = {2: second, 3: third, 4: fourth}
 
 def install(monkeypatch, *versions):
     """Only these versions can be imported."""
-    for version, module in flash.MODULES.items():
+    for module, version in flash.MODULES.items():
         fake = SimpleNamespace(flash_attn_varlen_func=LIBRARIES[version])
         there = version in versions
         monkeypatch.setitem(sys.modules, module, fake if there else None)
@@ -102,7 +102,7 @@ def install(monkeypatch, *versions):
 def attend(request):
     """Our operation, in which the library does prompts."""
     library = flash.Library(request.param, LIBRARIES[request.param])
-    return flash.with_flash(ops.attend, library)
+    return flash.with_flash(ops.attend, library, (None, 1, 100, 128))
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])
@@ -177,9 +177,85 @@ def test_it_is_refused_by_name(monkeypatch, tmp_path, versions, options, why):
     assert chosen[0] == "fused"
 
 
-def test_without_a_gpu_it_is_refused():
-    with pytest.raises(ValueError, match="attention_backend is 'flash_attn'; expected"):
-        LLM(device="cpu", attention_backend="flash_attn")
+@pytest.mark.parametrize("backend", ["flash_attn", "triton_attn"])
+def test_without_a_gpu_it_is_refused(backend):
+    with pytest.raises(ValueError, match=f"attention_backend is '{backend}'; expected"):
+        LLM(device="cpu", attention_backend=backend)
+
+
+def no_windows(q, k, v, window_size=None, **options):
+    """A build that knows no windows, and that says zero of everything."""
+    if window_size not in ((-1, -1), (None, None)):
+        raise RuntimeError(
+            "This flash attention build does not support local attention"
+        )
+    return torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
+
+
+class Chosen:
+    """Which of the two computes prompts of a model, whose heads are 4,096 wide."""
+
+    def __init__(self, monkeypatch, folder, version, dim, capability=(9, 0), **options):
+        monkeypatch.setitem(LIBRARIES, version, no_windows)
+        install(monkeypatch, version)
+        monkeypatch.setattr(operations, "capability", lambda device: capability)
+        heads = options.pop("heads", 4096 // dim)
+        self.model = replace(
+            Checkpoint(write_checkpoint(folder)).config,
+            **{"head_dim": dim, "num_attention_heads": heads, "num_key_value_heads": 8},
+            layer_types=("sliding_attention", "full_attention"),
+            sliding_window=128,
+        )
+        config, where = EngineConfig(**options), torch.device("cpu")
+        self.attend = operations.choose_attend(
+            lambda q, *arguments: torch.ones_like(q),
+            *(self.model, config, torch.float32, where),
+        )
+
+    def is_library(self, lengths, chunks, dtype=None, padding=0, **options):
+        shape = {"heads": (1, 1), "dim": 4, "sinks": None}
+        case = make_case("cpu", lengths, chunks, **shape, **options)
+        q = torch.cat([case.q, case.q.new_zeros(padding, 1, 4)])
+        keys, values = (x.to(dtype or x.dtype) for x in (case.keys, case.values))
+        out = self.attend(q, keys, values, case.group, None)
+        decodes = case.group.decodes
+        assert (out[:decodes] == 1).all()
+        return not out[decodes:].any()
+
+
+@pytest.mark.parametrize(
+    ("version", "dim", "least"),
+    [(3, 128, 8192), (3, 64, 32_768), (4, 128, 32_768), (4, 64, 32_768)],
+)
+def test_it_is_the_default_for_long_prompts(monkeypatch, tmp_path, version, dim, least):
+    chosen = Chosen(monkeypatch, tmp_path, version, dim)
+    assert chosen.is_library([least], [4096])
+    assert chosen.is_library([9, 1, least], [1, 1, 4096], decodes=2)
+    assert not chosen.is_library([least - 1], [4096])
+    assert not chosen.is_library([least], [4095])
+    assert not chosen.is_library([least], [4095], padding=9)  # of other ranks' tokens
+    assert not chosen.is_library([least, 9], [4096, 9])
+    assert not chosen.is_library([least], [4096], window=128)
+    assert not chosen.is_library([least], [4096], dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        (2, {}), (3, {"dim": 256}), (3, {"heads": 16}), (4, {"capability": (10, 0)}),
+        (3, {"batch_invariant": True}), (3, {"attention_backend": "triton_attn"}),
+    ],
+)  # fmt: skip
+def test_else_prompts_are_ours(monkeypatch, tmp_path, version, options):
+    chosen = Chosen(monkeypatch, tmp_path, version, **{"dim": 128} | options)
+    assert not chosen.is_library([32_768], [4096])
+
+
+def test_asked_for_it_does_what_it_can(monkeypatch, tmp_path, caplog):
+    chosen = Chosen(monkeypatch, tmp_path, 3, 256, attention_backend="flash_attn")
+    assert chosen.is_library([30, 20], [7, 20])
+    assert not chosen.is_library([300], [200], window=128)
+    assert "flash-attn 3, window 128: our kernel does that, since Runt" in caplog.text
 
 
 @pytest.mark.gpu
@@ -189,6 +265,6 @@ def test_the_library_agrees(window):
     if library is None:
         pytest.skip("no flash-attn is installed")
     case = make_case("cuda", LENGTHS, CHUNKS, decodes=3, window=window, dim=64)
-    attend = flash.with_flash(ops.attend, library)
+    attend = flash.with_flash(ops.attend, library, (window,))
     got = attend(case.q, case.keys, case.values, case.group, case.sinks)
     assert_near(got, case.expected())

@@ -3,10 +3,12 @@
 `PLAIN`, `NUMPY` or the Triton kernels; the choice is made while loading, once.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.families import title
@@ -51,11 +53,12 @@ def choose_operations(
         reason = "the experts are not packed, and the kernels read MXFP4"
     elif reason is None and packed and not interleaved:
         reason = f"of MXFP4 the kernels read gpt-oss alone, not {title(model)}"
-    backend, none = config.attention_backend, "no flash-attn is installed"
-    if backend == "flash_attn":
-        why = reason or (none if flash_library(device) is None else None)
-        why = why or ("batch_invariant is True" if config.batch_invariant else None)
-        expect(why is None, "attention_backend", backend, f"'auto', since {why}")
+    backend, why = config.attention_backend, reason
+    if backend == "flash_attn" and why is None:
+        none = "no flash-attn is installed" if flash_library(device) is None else None
+        why = "batch_invariant is True" if config.batch_invariant else none
+    ok = backend == "auto" or why is None
+    expect(ok, "attention_backend", backend, f"'auto', since {why}")
     if reason is None:
         return "fused", "Triton kernels"
     operations, expected = config.operations, f"'auto', since {reason}"
@@ -83,12 +86,34 @@ def fused_operations(
         batch_invariant=config.batch_invariant,
     )
     ops = warm_up(ops, model, config, dtype, device)
-    library = flash_library(device)
-    if config.attention_backend == "auto" or library is None:
-        return ops
+    return replace(ops, attend=choose_attend(ops.attend, model, config, dtype, device))
+
+
+def choose_attend(
+    attend: Callable[..., Tensor],
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[..., Tensor]:
+    """``attend``, or an operation whose prompts go through flash-attn.
+
+    That is where ``config`` asks for it, or it's there and known to be faster.
+    """
+    backend, library = config.attention_backend, None
+    if backend != "triton_attn" and not config.batch_invariant:
+        library = flash_library(device)
+    if library is None:
+        return attend
     from simplellm.model.kernels.flash import with_flash
 
-    return replace(ops, attend=with_flash(ops.attend, library))
+    auto = backend == "auto"
+    least = library.least_keys(model, capability(device)) if auto else 0
+    if least is None:
+        return attend
+    windows = (None,) if auto else model.windows
+    able = [w for w in windows if library.computes(model, w, dtype, device)]
+    return with_flash(attend, library, able, least)
 
 
 def flash_library(device: torch.device) -> Any:

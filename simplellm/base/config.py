@@ -491,9 +491,9 @@ class EngineConfig:
     # Tokens do not depend on other requests; slower (VLLM_BATCH_INVARIANT).
     batch_invariant: bool = False
     operations: Literal["auto", "plain", "fused"] = "auto"  # PyTorch's or Triton's
-    # Prompts that are in no graph: through a kernel of ours, or through flash-attn 2, 3
-    # or 4, which has to be installed.
-    attention_backend: Literal["auto", "flash_attn"] = "auto"
+    # Prompts that are in no graph: through our kernel; through flash-attn 2, 3 or 4,
+    # which has to be installed; "auto", through that where it's known to be faster.
+    attention_backend: Literal["auto", "triton_attn", "flash_attn"] = "auto"
     # Keys and values in the model's dtype, or as e4m3, a byte each, but for those of
     # sliding layers.
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"

@@ -10,7 +10,6 @@ sinks in, and by itself. Heads are gpt-oss's, with sinks, and those of Qwen3-8B.
 import site
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -38,10 +37,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, KVGroup, Tensor | None, Tensor], None
 
 def libraries() -> dict[int, Library | str]:
     """Each version, or why it isn't there."""
-    with suppress(ImportError):  # a build of flash-attn 3 that names its module so
-        sys.modules[MODULES[3]] = import_module("fa3_fwd_interface")
     found: dict[int, Library | str] = {}
-    for version, name in MODULES.items():
+    for name, version in MODULES.items():
+        if isinstance(found.get(version), Library):
+            continue
         try:
             function = import_module(name).flash_attn_varlen_func
         except Exception as error:  # of whatever it needs

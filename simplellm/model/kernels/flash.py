@@ -5,7 +5,8 @@ for any GPU from there on, 2 for all. Their functions differ in a few names. Non
 pages of any size in all versions, so keys and values are gathered first.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
@@ -15,10 +16,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from simplellm.base.config import ModelConfig
 from simplellm.model.batch import KVGroup
 
-MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+LOGGER = logging.getLogger("simplellm")
+
+# Modules and their versions; the first that is there is taken.
+MODULES = {
+    "flash_attn_interface": 3,
+    "fa3_fwd_interface": 3,
+    "flash_attn.cute": 4,
+    "flash_attn": 2,
+}
 HOPPER = 9  # the first number of its compute capability
+# By version and head_dim, keys of the only prompt in a step from which on the library,
+# with its gather, took 3 % less time than our kernel on an H200, where all heads were
+# WIDTH wide: figures/11-flash.json. What isn't here was slower, or wasn't measured.
+FASTER_FROM = {(3, 64): 32_768, (3, 128): 8192, (4, 64): 32_768, (4, 128): 32_768}
+WIDTH = 4096
+MIN_QUERIES = 4096  # by the same times, fewer might not repay the gather of all keys
 
 
 class Library(NamedTuple):
@@ -40,12 +56,46 @@ class Library(NamedTuple):
         out, lse, *_ = self.function(q, k, v, causal=True, **lengths, **options)
         return out, lse
 
+    def computes(
+        self,
+        model: ModelConfig,
+        window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> bool:
+        """Whether it does, in a trial, for which version 4 compiles its kernels."""
+        counts = model.num_attention_heads, model.num_key_value_heads
+        q, k = (
+            torch.zeros(MIN_QUERIES, count, model.head_dim, dtype=dtype, device=device)
+            for count in counts
+        )
+        ends = torch.tensor([0, MIN_QUERIES], dtype=torch.int32, device=device)
+        lengths = {f"cu_seqlens_{x}": ends for x in "qk"}
+        most = {f"max_seqlen_{x}": MIN_QUERIES for x in "qk"}
+        try:
+            self(q, k, k, window, **lengths, **most)
+        except Exception as error:  # of whatever package it uses
+            why = f"{type(error).__name__}: {error}"
+            what = f"flash-attn {self.version}, window {window}"
+            LOGGER.warning("%s: our kernel does that, since %s", what, why)
+            return False
+        return True
+
+    def least_keys(self, model: ModelConfig, capability: tuple[int, int]) -> int | None:
+        """Keys of a prompt from which on it's faster than ours; None: it never is."""
+        narrow = model.num_attention_heads * model.head_dim < WIDTH
+        if narrow or capability[0] != HOPPER:
+            return None
+        return FASTER_FROM.get((self.version, model.head_dim))
+
 
 def find_library(capability: tuple[int, int]) -> Library | None:
     """The library for a GPU of this compute capability; None: there is none."""
-    for version in (3, 4, 2) if capability[0] == HOPPER else (4, 2):
+    for module, version in MODULES.items():
+        if version == 3 and capability[0] != HOPPER:
+            continue
         try:
-            function = import_module(MODULES[version]).flash_attn_varlen_func
+            function = import_module(module).flash_attn_varlen_func
         except (ImportError, AttributeError):
             continue
         return Library(version, function)
@@ -79,6 +129,10 @@ class Plan(NamedTuple):
         rows = (index % group.page_size).long()
         return cls(pages, rows, lengths, queries[0], queries[-1])
 
+    def is_long(self, least: int) -> bool:
+        """Whether enough queries, which may be padded, see at least so many keys."""
+        return len(self.rows) >= least and self.stop - self.first >= MIN_QUERIES
+
 
 def attend_sequences(
     q: Tensor,
@@ -105,25 +159,35 @@ def attend_sequences(
 
 
 def with_flash(
-    attend: Callable[..., Tensor], library: Library
+    attend: Callable[..., Tensor],
+    library: Library,
+    windows: Collection[int | None],
+    least: int = 0,
 ) -> Callable[..., Tensor]:
     """`simplellm.model.ops.attend` whose prompts go through the library.
 
-    ``attend`` does decodes and what is captured in a graph: the library takes lengths
-    that the host has to ask the GPU for.
+    ``attend`` does decodes, layers of other ``windows`` and what is captured in a
+    graph: the library takes lengths that the host has to ask the GPU for. If ``least``
+    isn't 0 it also does all but a step's only chunk, of at least `MIN_QUERIES` tokens,
+    that sees at least so many keys, which are stored in the dtype of queries.
     """
     plans: WeakKeyDictionary[KVGroup, Plan] = WeakKeyDictionary()
 
     def attend_prompts(
         q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, sinks: Tensor | None
     ) -> Tensor:
-        decodes = group.decodes
-        captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or group.queries > 1 or decodes == len(group.lengths):
+        decodes, rows = group.decodes, len(group.lengths)
+        ours = group.queries > 1 or decodes == rows or group.window not in windows
+        if least:
+            few = len(q) - decodes < MIN_QUERIES or rows > decodes + 1
+            ours = ours or few or keys.dtype != q.dtype
+        if ours or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             return attend(q, keys, values, group, sinks)
         chunks = group.chunks
         if (plan := plans.get(chunks)) is None:
             plan = plans[chunks] = Plan.of(chunks)
+        if least and not plan.is_long(least):
+            return attend(q, keys, values, group, sinks)
         out = torch.empty_like(q)
         if decodes:
             names = ("tables", "offsets", "lengths")
