@@ -683,6 +683,29 @@ def test_a_rank_that_cannot_load_says_why(
         LLM(folder, SMALL, device="cpu", tensor_parallel_size=2)
 
 
+def test_a_rank_says_why_though_its_connection_failed_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaders: list[Leader] = []
+    begin, group = Leader.__init__, ranks_module.Group
+
+    def wrongly(
+        self: Leader, size: int, options: dict[str, Any], device: torch.device
+    ) -> None:
+        leaders.append(self)
+        begin(self, size, options | {"path": str(folder / "nowhere")}, device)
+
+    def lost(*args: Any) -> None:
+        group(*args)
+        leaders[0].processes[0].wait(60)
+        raise RuntimeError("the connection was closed by the peer")
+
+    monkeypatch.setattr(Leader, "__init__", wrongly)
+    monkeypatch.setattr(ranks_module, "Group", lost)
+    with pytest.raises(EngineError, match=r"rank 1 could not load: .*does not exist"):
+        LLM(folder, SMALL, device="cpu", tensor_parallel_size=2)
+
+
 SCRIPT = """
 import sys, time
 from simplellm import LLM

@@ -326,8 +326,19 @@ class Leader(ParallelRank):
             status = self.processes[rank - 1].wait(END_SECONDS)
             wrong = f"rank {rank} ended with status {status} while it loaded"
             raise EngineError(self.hung or wrong)
+        self._check_reply(rank, reply)
+
+    @staticmethod
+    def _check_reply(rank: int, reply: Mapping[str, Any]) -> None:
         if "failed" in reply:
             raise EngineError(f"rank {rank} could not load: {reply['failed']}")
+
+    def _check_replies(self) -> None:
+        """Raise EngineError if a rank has said why it ends, whatever failed after."""
+        for rank, link in enumerate(self.links, 1):
+            link.link.settimeout(POLL_SECONDS)
+            with suppress(OSError):
+                self._check_reply(rank, link.receive() or {})
 
     @contextmanager
     def guard_load(self) -> Iterator[None]:
@@ -336,6 +347,7 @@ class Leader(ParallelRank):
         except BaseException as error:
             try:
                 if not isinstance(error, EngineError):
+                    self._check_replies()
                     self._check_processes(error)
             finally:
                 self.close()
