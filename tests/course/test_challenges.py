@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,17 @@ def refusal(name: str, function: Any) -> str:
     return str(error.value)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """On a busy machine threads of one product wait for each other, the fastest too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @every_challenge
+@pytest.mark.usefixtures("one_thread")
 def test_a_faster_version_gets_its_ratio(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
