@@ -283,6 +283,26 @@ def test_what_one_stream_pays_for_a_draft_is_shared_by_many() -> None:
     assert steps_until_drafts(speculator, 64) == 0
 
 
+def test_a_prompt_in_the_step_drafts_nothing_and_costs_no_drafts() -> None:
+    class Model:
+        def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
+            return [1] * most, 0
+
+    costs = StepCosts({1: 30.0, 16: 31.0, 32: 32.0, 1024: 90.0})
+    speculator = Speculator(5, costs, Model, costly=True)
+    speculator.seconds, asked = 0.5, [request([2], number) for number in range(4)]
+    for _ in range(30):
+        drafts = sum(map(len, speculator.choose(asked, 4, 256)))
+        seconds = costs(4 + drafts) + 5 * 4 * speculator.seconds
+        speculator.learn_interval(4 + drafts, drafts, seconds)
+        for one in asked:
+            one.tokens += [1, 1, 2]
+    assert any(speculator.choose(asked, 4, 256))
+    for one in asked:
+        one.tokens.append(2)
+    assert any(speculator.choose(asked, 4 + 512, 256))
+
+
 def test_a_price_that_was_measured_wrongly_is_measured_again() -> None:
     costs = StepCosts({1: 3.8, 64: 4.7, 128: 5.4, 256: 7.2})
     speculator = Speculator(3, costs, proposer=Device())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplellm.base.config import EngineConfig, ModelConfig, expect
+from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.families import title
 from simplellm.checkpoint.int4 import has_int4_product
 from simplellm.checkpoint.source import Source
@@ -109,7 +109,8 @@ def choose_attend(
 
     auto = backend == "auto"
     least = library.least_keys(model, capability(device)) if auto else 0
-    if least is None:
+    longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
+    if least is None or longest < least:
         return attend
     windows = (None,) if auto else model.windows
     able = [w for w in windows if library.computes(model, w, dtype, device)]

@@ -37,7 +37,7 @@ class SpeculativeScheduler(Scheduler):
         super().__post_init__()
         # When the last results came, and of which requests, if they were decodes.
         self._last: tuple[float, Any] = (0.0, None)
-        # The latest steps, and whether drafts are made after them.
+        # The latest steps, and how many drafts of each request follow them.
         self._steps: deque[tuple[Any, int]] = deque(maxlen=3)
         # Of the step launched last, by requests' numbers: drafts that it checks.
         self._checking: dict[int, int] = {}

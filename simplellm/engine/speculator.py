@@ -283,15 +283,14 @@ class Speculator:
         chances = [self._chance(state) if state else 0.0 for state in states]
 
         def cost(tokens: int) -> float:
-            return self._cost(tokens, tokens - computed)
+            return self._cost(tokens, tokens - computed, max(1, len(states)))
 
         return choose_counts(chances, offered, computed, max_drafts, cost)
 
-    def _cost(self, tokens: int, drafts: int) -> float:
-        """Seconds of a step of so many ``tokens``, of which some are ``drafts``."""
+    def _cost(self, tokens: int, drafts: int, requests: int) -> float:
+        """Seconds of a step of ``tokens``, some of them ``drafts`` of ``requests``."""
         assert self.costs is not None
         plain, drafting = self.overheads
-        requests = max(1, tokens - drafts)
         each = drafts / requests
         if self.proposer is not None:  # made for all at once
             each = ceil(each)

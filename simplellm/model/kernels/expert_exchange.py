@@ -30,7 +30,7 @@ from simplellm.model.kernels.exchange import (
 )
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.norm import sum_parts
-from simplellm.model.kernels.reduce import EXCHANGED_ROWS, share
+from simplellm.model.kernels.reduce import EXCHANGED_ROWS, add_parts, share
 from simplellm.model.layers import Experts
 from simplellm.model.ops import Ops
 from simplellm.model.parallel import ExpertExchange, Group, data_parallel_table
@@ -171,7 +171,8 @@ class PeerExpertExchange(ExpertExchange):
     def experts(self, x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
         rows, size = x.shape
         if rows > self.peers.rows:
-            return super().experts(x, mlp, num_tokens)
+            ops = replace(self.ops, experts=self._whole)
+            return ExpertExchange(ops, self.group).experts(x, mlp, num_tokens)
         ranks, addresses = self.peers.ranks, self.peers.addresses
         every, out = x.new_empty(ranks * rows, size), torch.empty_like(x)
         starts = x.new_empty(ranks + 1, dtype=torch.int32)
@@ -181,6 +182,10 @@ class PeerExpertExchange(ExpertExchange):
         start = combine_launcher(size, parts.numel() // every.numel(), self.peers)
         start((rows, 1, 1), parts, starts, out, addresses)
         return out
+
+    def _whole(self, x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
+        # Parts are added in the order in which `combine_kernel` adds them.
+        return add_parts(self.ops.experts(x, mlp, num_tokens), x.dtype)
 
 
 def fuse_expert_exchange(

@@ -72,6 +72,7 @@ class EngineReplica:
         )
         self.app = make_app(self.service)
         self.tasks: set[asyncio.Task[None]] = set()  # also those nobody listens to
+        self.reporting: asyncio.Task[None] | None = None  # of the metrics
         freeze_objects()
 
     async def check_health(self) -> None:
@@ -80,6 +81,10 @@ class EngineReplica:
         Which asks every few seconds, so that `SharedState` knows the metrics of all.
         """
         self.service.engine.check()
+        if self.reporting is None or self.reporting.done():
+            self.reporting = asyncio.create_task(self._report())
+
+    async def _report(self) -> None:
         self.responses.report(await asyncio.to_thread(self.service.metrics.text))
 
     async def answer(

@@ -88,7 +88,7 @@ class Ingress:
         try:
             async with asyncio.timeout(SHARED_SECONDS):
                 texts = await self.shared.latest_metrics.remote()
-        except (RayError, TimeoutError) as error:
+        except (*LOST, TimeoutError) as error:
             message = "what all replicas share can't be reached"
             raise unavailable(message, "metrics_error") from error
         return Response(join_texts(texts), headers={"content-type": PROMETHEUS})

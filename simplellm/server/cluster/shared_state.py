@@ -53,7 +53,10 @@ class SharedState:
 
     async def report(self, replica: str, metrics: bytes) -> None:
         """A replica's metrics are these now."""
+        self.metrics.pop(replica, None)
         self.metrics[replica] = time.monotonic(), metrics
+        while len(self.metrics) > MOST_REPLICAS:
+            del self.metrics[next(iter(self.metrics))]
 
     async def latest_metrics(self) -> list[bytes]:
         """Those of all replicas that live."""
