@@ -167,7 +167,7 @@ def wide_launcher(
     """For so many tokens that are not rounded; and the grid."""
     start, grid = product_launcher(config, tokens, size_out, size_in, scaling)
     options = dict(start.options)
-    del options["AHEAD"], options["ACTIVATION"]
+    del options["AHEAD"], options["ACTIVATION"], options["JOINED"]
     return launcher(wide_dot_kernel, pdl=start.pdl, **options), grid
 
 
