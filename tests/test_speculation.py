@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import HELLO
@@ -17,6 +19,7 @@ from serving import serving
 import simplellm
 from simplellm import LLM, SamplingParams
 from simplellm.base.request import UNKNOWN, Request
+from simplellm.engine import step_times
 from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.head_drafter import HeadDrafter
 from simplellm.engine.speculator import Speculator
@@ -301,6 +304,25 @@ def test_a_prompt_in_the_step_drafts_nothing_and_costs_no_drafts() -> None:
     for one in asked:
         one.tokens.append(2)
     assert any(speculator.choose(asked, 4 + 512, 256))
+
+
+def test_what_a_graph_pads_costs_what_the_graph_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = {1: 0.01, 2: 0.02, 4: 0.03, 6: 0.05, 8: 0.09}
+    graphs = [SimpleNamespace(size=size) for size in (2, 4, 6)]
+    asked = SimpleNamespace(
+        sampled_tokens=range(9),
+        device=torch.device("cpu"),
+        verifying=graphs,
+    )
+    # In place of the steps themselves, which take as long as these.
+    monkeypatch.setattr(step_times, "dummy_step", lambda _, size: size)
+    monkeypatch.setattr(step_times, "fastest", lambda size, _: seconds[size])
+    runner: Any = asked
+    costs = StepCosts(step_times.time_steps(runner))
+    expected = [0.01, 0.02, 0.03, 0.03, 0.05, 0.05, 0.07, 0.09]
+    assert [costs(tokens) for tokens in range(1, 9)] == pytest.approx(expected)
 
 
 def test_a_price_that_was_measured_wrongly_is_measured_again() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-DECAY = 0.9  # of earlier drafts' weight, at each new guess
+DECAY = 0.95  # of earlier drafts' weight, at each new guess
 FADE = 0.5  # the same, each time that drafting backs off
 SIGNIFICANCE = 0.001  # likelihood of so many wrong drafts below which that's done
 MIN_BACKOFF, MAX_BACKOFF = 8, 512  # steps that the first one takes, and the longest

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -19,21 +20,33 @@ STRIDE = 7919  # between tokens; a prime, so that they differ in any vocabulary
 def time_steps(runner: Runner) -> dict[int, float]:
     """Seconds that steps of 1, 2, 4, ... sequences take, each of one token.
 
-    They write to the cache's first position, which must be empty. A step of
-    a size that has a graph is a replay.
+    A size that has a graph is measured, too, as a replay. Smaller steps, which that
+    graph pads, take as long: the smallest of them is there with the same time. Steps
+    write to the cache's first position, which must be empty.
     """
-    seconds, size, device = {}, 1, runner.device
-    while size <= min(len(runner.sampled_tokens), MOST_TOKENS):
-        run, times = dummy_step(runner, size), list[float]()
-        for _ in range(1 + REPEATS):  # the first one may compile
-            start = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        seconds[size] = min(times[1:])
-        size *= 2
-    return seconds
+    most = min(len(runner.sampled_tokens), MOST_TOKENS)
+    graphs = runner.verifying or runner.captured
+    padded = [graph.size for graph in graphs if 1 < graph.size <= most]
+    doubled = [1 << power for power in range(most.bit_length())]
+    seconds = {
+        size: fastest(dummy_step(runner, size), runner.device)
+        for size in {*doubled, *padded}
+    }
+    for below, size in pairwise([1, *padded]):
+        seconds[below + 1] = seconds[size]
+    return dict(sorted(seconds.items()))
+
+
+def fastest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``run`` takes on the device, at least."""
+    times = []
+    for _ in range(1 + REPEATS):  # the first one may compile
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
 def dummy_step(runner: Runner, size: int) -> Callable[[], object]:

@@ -2,6 +2,7 @@
 
     python tools/gpu/speculation.py gpt-oss-20b --json figures/d-gpu-20b.json
     python tools/gpu/speculation.py Llama-3.1-8B --length 3.0 --json OUT
+    python tools/gpu/speculation.py gpt-oss-120b --apart --copies 0.9 --batches 1
 
 Random weights accept no drafts, so a coin does, such that a step that checks three
 gives --length tokens in the mean: synthetic acceptance, as in InferenceX. It's tossed
@@ -9,6 +10,9 @@ where drafts are compared, for a head's on the device: what is drafted next has 
 follow. Tosses are spread evenly, so that a short answer has about this mean, too. What
 it takes to make drafts, to check them and to choose their number is real.
 The head has the size of the public ones.
+
+With --copies there is no head: suffix drafts are made as if the answer were a copy of
+the prompt, of which each next token is as it was with this chance.
 
 For each batch there are four ways, whose turns repeat: no speculation; three drafts;
 as many as are chosen; and as many as are chosen where no draft is ever right. What is
@@ -48,7 +52,8 @@ from simplellm.engine import head_drafter, speculator, step_output
 from simplellm.engine.draft_budget import DraftBackoff, Overhead, StepCosts
 from simplellm.engine.engine import Engine
 from simplellm.engine.speculative_scheduler import SpeculativeScheduler
-from simplellm.engine.speculator import Speculator
+from simplellm.engine.speculator import LONGEST_DRAFT, Speculator
+from simplellm.engine.suffix import SuffixDrafter
 from simplellm.model.machine import find_device, find_dtype
 
 DRAFTS = 3
@@ -123,6 +128,17 @@ class Coin:
         most = min(len(drafts), len(came))
         right = self.right(most)
         return right, min(right + 1, most)
+
+
+class CopyDrafter(SuffixDrafter):
+    """Drafts as if the last tokens stood in the prompt's beginning, as the coin has it.
+
+    What a real search for them takes is taken, too.
+    """
+
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
+        super().propose(tokens, most)
+        return [*tokens[:most]], LONGEST_DRAFT
 
 
 def chance_of(length: float) -> float:
@@ -206,6 +222,7 @@ class Run:
         mock.patch.object(head_drafter, "equal_drafts", self.coin.equal_drafts).start()
         mock.patch.object(step_output, "accept_drafts", self.coin.accept_drafts).start()
         mock.patch.object(speculator, "acceptance", self.coin.acceptance).start()
+        mock.patch.dict(speculator.DRAFTERS, suffix=CopyDrafter).start()
         self.drafting, _, _ = load_engine(source, config, dtype, device)
         print(f"with drafts: ready after {time.monotonic() - began:.0f} s", flush=True)
         scheduler = self.drafting.scheduler
@@ -233,7 +250,8 @@ class Run:
         overheads = Overhead(), Overhead()
         known = self.known.setdefault(name, ({}, overheads, DraftBackoff()))
         chooser.rates, chooser.overheads, chooser.backoff = known
-        self.coin.set_chance(0.0 if name == "wrong" else chance_of(self.args.length))
+        chance = self.args.copies or chance_of(self.args.length)
+        self.coin.set_chance(0.0 if name == "wrong" else chance)
         before = chooser.checked[1], sum(chooser.accepted.values())
         checked = sum(chooser.checked.values())
         speed_now = speed(self.drafting, prompts, self.args.tokens)
@@ -286,13 +304,16 @@ def main() -> None:
     parser.add_argument("--cache-bytes", type=int, default=2**33)
     parser.add_argument("--speculative", help="default: a random head of public size")
     parser.add_argument("--apart", action="store_true", help="an engine at a time")
+    parser.add_argument("--copies", type=float, metavar="CHANCE")
     parser.add_argument("--device")
     args = parser.parse_args()
+    if args.copies:
+        args.speculative = "suffix"
     record: dict[str, Any] = {
         "label": "random weights, synthetic acceptance",
         **header(),
         "model": args.model or "embedded",
-        "length": args.length,
+        **({"copies": args.copies} if args.copies else {"length": args.length}),
         "prompt": args.prompt,
         "answer": args.tokens,
         "rows": [],
