@@ -18,7 +18,7 @@ from test_oracle import FP32_TOLERANCE, their_logits
 
 from simplellm import load_model
 from simplellm.checkpoint import mxfp4 as weights
-from simplellm.model import attention, feed_forward, model, ops, ops_numpy, rope
+from simplellm.model import attention, batch, feed_forward, model, ops, ops_numpy, rope
 from simplellm.model import kv_gather as reads
 
 TILED = "k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))\n    "
@@ -135,11 +135,11 @@ DECODING = {
     ),
     "the newest position hidden": Mutation(READS, "> ends[rows]", ">= ends[rows]"),
     "pages from the first": Mutation(READS, " - firsts[rows]", ""),
+}
+PLAIN_DECODING = {
     "window of a chunk too narrow": Mutation(
         ops.attend_chunks, "group.window + 1", "group.window + 2"
     ),
-}
-PLAIN_DECODING = {
     "layers share their pages": Mutation(
         model.Model.forward,
         "pool.keys[index], pool.values[index]",
@@ -153,6 +153,9 @@ PLAIN_DECODING = {
     ),
 }
 NUMPY_MUTATIONS = {
+    "a chunk's tokens see those after them": Mutation(
+        batch.KVGroup.by_token.func, " - (ends[owners] - 1 - indices[:-1])", ""
+    ),
     "epsilon too large": Mutation(ops_numpy.add_norm, "+ eps", "+ 0.1"),
     "norm's weight dropped": Mutation(
         ops_numpy.add_norm, "normed *= norm.numpy()", "pass"
@@ -165,8 +168,8 @@ NUMPY_MUTATIONS = {
     ),
     "keys for values": Mutation(
         ops_numpy.rope_and_cache,
-        "(values, x[:, -kv_heads:])",
-        "(values, x[:, -2 * kv_heads : -kv_heads])",
+        "(values, rows[:, -kv_heads:])",
+        "(values, rows[:, -2 * kv_heads : -kv_heads])",
     ),
     "turned backwards": Mutation(
         ops_numpy.rotate_few, "turned -= second", "turned += second"

@@ -26,7 +26,6 @@ from simplellm.engine.step_times import time_steps
 from simplellm.model.eagle import build_head
 from simplellm.model.host_pages import host_pages
 from simplellm.model.model import Model
-from simplellm.model.ops import PLAIN
 
 HEAD = "head"  # what `speculative` is for the head in the model's own folder
 HEAD_DRAFTS = 5  # of a head or a model in a step at most, where that is chosen
@@ -161,14 +160,13 @@ def head_proposer(runner: Runner, config: EngineConfig, most: int) -> HeadPropos
     rows = config.max_num_seqs
     if model.device.type == "cuda":  # for captured steps, with a row for each token
         rows = max(rows, MOST_VERIFIED)
-    if model.ops.name == "Triton":
+    ops = model.ops
+    if ops.name == "Triton":
         from simplellm.model.kernels.fused import attend_in
 
         heads = form.num_attention_heads, form.num_key_value_heads, form.head_dim
         attend = attend_in(rows, *heads, model.device, config.batch_invariant)
-        ops = replace(model.ops, attend=attend)
-    else:
-        ops = replace(model.ops, rope_and_cache=PLAIN.rope_and_cache)
+        ops = replace(ops, attend=attend)
     shape, width = (len(pool.keys[0]), pool.page_size), runner.table_width
     proposer = HeadProposer(head, ops, aux, shape, rows, width, most)
     proposer.host_pages = host_pages(proposer.page(0), len(pool.host_pages))

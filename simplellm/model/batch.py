@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from simplellm.model.kv_gather import GatherPlan, plan_gathers
+from simplellm.model.kv_gather import READ, GatherPlan, plan_gathers
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,20 @@ class KVGroup:
         arrays = (self.tables, self.offsets, self.lengths)
         rows = (array[: self.decodes] for array in arrays)
         return plan_gathers(*rows, window=self.window, page_size=self.page_size)
+
+    @cached_property
+    def by_token(self) -> "KVGroup":
+        """The same tokens, each as a decode, if they don't read too much together."""
+        if len(self.slots) * int(self.lengths.max()) > READ:
+            return self
+        ends = self.query_start_loc[1:].long()
+        counts = ends - self.query_start_loc[:-1]
+        owners = torch.arange(len(ends), device=ends.device).repeat_interleave(counts)
+        indices = torch.arange(len(owners) + 1, device=ends.device)
+        rest = {name: getattr(self, name)[owners] for name in ("tables", "offsets")}
+        lengths = self.lengths[owners] - (ends[owners] - 1 - indices[:-1])
+        rest |= {"lengths": lengths, "query_start_loc": indices}
+        return replace(self, decodes=len(owners), queries=1, **rest)
 
 
 @dataclass(frozen=True, eq=False)

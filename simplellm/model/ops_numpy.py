@@ -141,14 +141,15 @@ def rope_and_cache(
     where = positions.numpy()
     cos, sin = (table.numpy()[where][:, None] for table in (attn.cos, attn.sin))
     rotate_few(x[:, :-kv_heads], cos, sin)
-    indices = slots.numpy()
-    if indices[-1] < 0:  # padding, which comes last
-        indices = indices[indices >= 0]
+    indices, rows = slots.numpy(), x
+    if indices.min() < 0:  # padding
+        real = indices >= 0
+        indices, rows = indices[real], x[real]
     for pages, new in (
-        (keys, x[:, -2 * kv_heads : -kv_heads]),
-        (values, x[:, -kv_heads:]),
+        (keys, rows[:, -2 * kv_heads : -kv_heads]),
+        (values, rows[:, -kv_heads:]),
     ):
-        pages.numpy().reshape(-1, kv_heads, dim)[indices] = new[: len(indices)]
+        pages.numpy().reshape(-1, kv_heads, dim)[indices] = new
     return torch.from_numpy(x)[:, : -2 * kv_heads]
 
 
@@ -159,6 +160,8 @@ def attend(
     kv_heads = keys.shape[2]
     if group.queries > 1:
         return ops.attend(q, keys, values, group, sinks)
+    if group.decodes < len(q):  # one call for all tokens, where chunks take one each
+        group = group.by_token
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     scaled = q[: group.decodes].numpy() * np.float32(dim**-0.5)
     scaled = scaled.reshape(-1, kv_heads, heads // kv_heads, dim)  # [n, K, G, D]
