@@ -177,13 +177,19 @@ def test_an_engine_answers_as_one_rank_does(two: LLM, alone: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [4, pytest.param(None, marks=pytest.mark.exhaustive)]
+    ("drafter", "number"),
+    [
+        ("suffix", 4),
+        pytest.param("suffix", None, marks=pytest.mark.exhaustive),
+        pytest.param("a model", 4, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_drafts_and_pages_on_the_host_change_no_token(
-    number: int | None, wide: Path, alone: LLM
+    drafter: str, number: int | None, wide: Path, alone: LLM
 ) -> None:
     """Each rank checks drafts of its own, and has pages of its own on the host."""
-    more = {"speculative": "suffix", "num_speculative_tokens": number}
+    name = drafter if drafter == "suffix" else str(wide)
+    more = {"speculative": name, "num_speculative_tokens": number}
     config = replace(few_pages(), cpu_cache_bytes=2**22, **more)
     # Texts that repeat themselves, and others, each more than once.
     prompts = [([n, n + 1, n + 2] * (6 + n))[: 20 + n] for n in range(3)]

@@ -477,15 +477,23 @@ def test_an_engine_answers_as_one_rank_does(folder: Path, two: LLM) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [None, 4])
-def test_drafts(number: int | None, folder: Path) -> None:
-    """Ranks time their steps together, where that says how many drafts there are."""
-    drafts: dict[str, Any] = {"speculative": "suffix", "num_speculative_tokens": number}
+@pytest.mark.parametrize("drafter", ["suffix", "a model"])
+def test_drafts(drafter: str, number: int | None, folder: Path) -> None:
+    """Ranks time their steps together, where that says how many drafts there are.
+
+    A model that drafts is the first rank's alone, and whole: here the same once more.
+    """
+    name = drafter if drafter == "suffix" else str(folder)
+    drafts: dict[str, Any] = {"speculative": name, "num_speculative_tokens": number}
     config = replace(few_pages(), **drafts)
     with LLM(folder, few_pages(), device="cpu") as llm:
         expected = answers(llm)
     with LLM(folder, config, device="cpu", tensor_parallel_size=2) as llm:
         assert answers(llm) == expected
-        assert number is None or llm.stats().drafts > 0
+        stats = llm.stats()
+        assert number is None or stats.drafts > 0
+        if number is not None and drafter == "a model":
+            assert sum(stats.accepted_tokens.values()) > 0
 
 
 @pytest.fixture(scope="module")

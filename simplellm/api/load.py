@@ -198,11 +198,14 @@ def read_weights(
         return build(config, take, ops, scales)
 
 
-def load_draft(config: EngineConfig, model: Model) -> Model | None:
-    """The smaller model that drafts, if ``config`` names one, where ``model`` is."""
-    if not is_model(config.speculative):
+def load_draft(config: EngineConfig, model: Model, ranks: Ranks) -> Model | None:
+    """The smaller model that drafts, if ``config`` names one, where ``model`` is.
+
+    It's whole, and that of the one of ``ranks`` which schedules; None for others.
+    """
+    if not ranks.schedules or not is_model(config.speculative):
         return None
-    ops = PLAIN if model.ops.name == "Triton" else model.ops
+    ops = NUMPY if model.ops.name == NUMPY.name else PLAIN
     return load_model(config.speculative, model.dtype, model.device, ops=ops)
 
 
@@ -215,7 +218,7 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
     ``config`` has been resolved. Raises ValueError if there is no room for a prompt of
     one token and an answer of one.
     """
-    draft = load_draft(config, model)  # before room for pages is looked for
+    draft = load_draft(config, model, ranks)  # before room for pages is looked for
     page_size, budget = config.page_size, config.max_num_batched_tokens
     itemsize = model.dtype.itemsize
     beside = head_page_bytes(config, model.config, itemsize)

@@ -23,6 +23,7 @@ from simplellm.engine.runner import Runner
 from simplellm.engine.speculative_scheduler import SpeculativeScheduler
 from simplellm.engine.speculator import DRAFTERS, LONGEST_DRAFT, Speculator
 from simplellm.engine.step_times import time_steps
+from simplellm.engine.suffix import SuffixDrafter
 from simplellm.model.eagle import build_head
 from simplellm.model.host_pages import host_pages
 from simplellm.model.model import Model
@@ -64,14 +65,14 @@ def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
     known = ", ".join(map(repr, [*DRAFTERS, HEAD]))
     expected = f"one of {known}, or the folder of an EAGLE-3 head or of a model"
     expect(Path(name).is_dir(), "speculative", name, expected)
-    one = "1 beside an EAGLE-3 head or a model that drafts"
-    for option in ("tensor_parallel_size", "data_parallel_size"):
-        expect(getattr(config, option) == 1, option, getattr(config, option), one)
     if is_model(name):
         size, wanted = read_config(Path(name) / "config.json").vocab_size, "the model's"
         what = "vocab_size of the model that drafts"
         expect(size == model.vocab_size, what, size, f"{model.vocab_size}, {wanted}")
         return None
+    for option in ("tensor_parallel_size", "data_parallel_size"):
+        size = getattr(config, option)
+        expect(size == 1, option, size, "1 beside an EAGLE-3 head")
     head = read_head_config(Path(name))
     head.check_fits(model)
     return head
@@ -127,15 +128,15 @@ def build_speculative_schedulers(
 ) -> list[SpeculativeScheduler]:
     """Schedulers of ``rules`` for an engine that checks drafts, one of each manager.
 
-    Drafts are those of the model ``draft``, or what ``config`` says. They are counted
-    in one place.
+    Drafts are those of the model ``draft``, which one of several ranks has, or what
+    ``config`` says. They are counted in one place.
     """
     name, number = config.speculative, config.num_speculative_tokens
     assert name is not None
-    most, drafter = number or LONGEST_DRAFT, DRAFTERS.get(name)
+    most, drafter = number or LONGEST_DRAFT, DRAFTERS.get(name, SuffixDrafter)
     if draft is not None:
         most, drafter = number or HEAD_DRAFTS, partial(ModelDrafter, draft)
-    elif drafter is None:
+    elif find_head(config, runner.model.config) is not None:
         most, drafter = number or HEAD_DRAFTS, HeadDrafter
         runner.proposer = head_proposer(runner, config, most)
     costs = StepCosts({1: 0.0}) if number is None else None

@@ -58,6 +58,7 @@ class Ranks:
     """The ranks that compute together: here one alone."""
 
     size = 1
+    schedules = True  # whether this one says what is computed, as the first does
 
     def shard(self, source: Source, config: EngineConfig) -> Source:
         """What this rank has of the weights."""
@@ -576,6 +577,8 @@ class SharedMemory:
 
 class Follower(ParallelRank):
     """A rank other than 0, which carries out the messages of ``link``."""
+
+    schedules = False
 
     def __init__(
         self,

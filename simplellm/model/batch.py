@@ -49,15 +49,15 @@ class KVGroup:
 
     @cached_property
     def by_token(self) -> "KVGroup":
-        """The same tokens, each as a decode, if they don't read too much together."""
-        if len(self.slots) * int(self.lengths.max()) > READ:
-            return self
+        """The same tokens, each as a decode, if together they read few positions."""
         ends = self.query_start_loc[1:].long()
         counts = ends - self.query_start_loc[:-1]
         owners = torch.arange(len(ends), device=ends.device).repeat_interleave(counts)
         indices = torch.arange(len(owners) + 1, device=ends.device)
-        rest = {name: getattr(self, name)[owners] for name in ("tables", "offsets")}
         lengths = self.lengths[owners] - (ends[owners] - 1 - indices[:-1])
+        if lengths.sum() > READ:
+            return self
+        rest = {name: getattr(self, name)[owners] for name in ("tables", "offsets")}
         rest |= {"lengths": lengths, "query_start_loc": indices}
         return replace(self, decodes=len(owners), queries=1, **rest)
 
