@@ -18,7 +18,15 @@ from test_oracle import FP32_TOLERANCE, their_logits
 
 from simplellm import load_model
 from simplellm.checkpoint import mxfp4 as weights
-from simplellm.model import attention, batch, feed_forward, model, ops, ops_numpy, rope
+from simplellm.model import (
+    attention,
+    feed_forward,
+    model,
+    ops,
+    ops_numpy,
+    rope,
+    token_rows,
+)
 from simplellm.model import kv_gather as reads
 
 TILED = "k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))\n    "
@@ -154,7 +162,7 @@ PLAIN_DECODING = {
 }
 NUMPY_MUTATIONS = {
     "a chunk's tokens see those after them": Mutation(
-        batch.KVGroup.by_token.func, " - (ends[owners] - 1 - indices[:-1])", ""
+        token_rows.token_rows, " - (ends[owners] - 1 - indices[:-1])", ""
     ),
     "epsilon too large": Mutation(ops_numpy.add_norm, "+ eps", "+ 0.1"),
     "norm's weight dropped": Mutation(

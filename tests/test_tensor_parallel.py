@@ -20,6 +20,7 @@ import torch
 from checkpoints import TINY, write_checkpoint
 from families import CASES, MOE, sparse, write
 from gguf_files import write_gguf
+from heads import write_head
 from models import SMALL, write_model
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from simplellm.checkpoint.checkpoint import (
     RandomCheckpoint,
     open_weights,
 )
-from simplellm.checkpoint.families import family_config
+from simplellm.checkpoint.families import family_config, read_config
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.sharding import Shard, ShardedSource, check_shards
@@ -477,13 +478,16 @@ def test_an_engine_answers_as_one_rank_does(folder: Path, two: LLM) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [None, 4])
-@pytest.mark.parametrize("drafter", ["suffix", "a model"])
-def test_drafts(drafter: str, number: int | None, folder: Path) -> None:
+@pytest.mark.parametrize("drafter", ["suffix", "a model", "a head"])
+def test_drafts(drafter: str, number: int | None, folder: Path, tmp_path: Path) -> None:
     """Ranks time their steps together, where that says how many drafts there are.
 
-    A model that drafts is the first rank's alone, and whole: here the same once more.
+    A model or a head that drafts is the first rank's alone, and whole. The model is the
+    same once more.
     """
-    name = drafter if drafter == "suffix" else str(folder)
+    names = {"a model": str(folder), "a head": str(tmp_path)}
+    name = names.get(drafter, drafter)
+    write_head(tmp_path, read_config(folder / "config.json"))
     drafts: dict[str, Any] = {"speculative": name, "num_speculative_tokens": number}
     config = replace(few_pages(), **drafts)
     with LLM(folder, few_pages(), device="cpu") as llm:

@@ -129,8 +129,7 @@ class LLM:
 
         ``sampling_params`` are one for all or one each. The samples of a prompt share
         its computation and its pages; with a seed s they draw with s, s + 1, ...
-        Cancelling or dropping the future ends its requests. ``use_tqdm`` shows a bar
-        that counts them.
+        Cancelling or dropping the future ends its requests. ``use_tqdm`` shows a bar.
         """
         requests = self.input_processor.process_all(prompts, sampling_params, overrides)
         samples = self._samples(requests)

@@ -199,10 +199,7 @@ def read_weights(
 
 
 def load_draft(config: EngineConfig, model: Model, ranks: Ranks) -> Model | None:
-    """The smaller model that drafts, if ``config`` names one, where ``model`` is.
-
-    It's whole, and that of the one of ``ranks`` which schedules; None for others.
-    """
+    """The smaller model that drafts, if any, whole, for the rank that schedules."""
     if not ranks.schedules or not is_model(config.speculative):
         return None
     ops = NUMPY if model.ops.name == NUMPY.name else PLAIN

@@ -70,9 +70,8 @@ def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
         what = "vocab_size of the model that drafts"
         expect(size == model.vocab_size, what, size, f"{model.vocab_size}, {wanted}")
         return None
-    for option in ("tensor_parallel_size", "data_parallel_size"):
-        size = getattr(config, option)
-        expect(size == 1, option, size, "1 beside an EAGLE-3 head")
+    size = config.data_parallel_size
+    expect(size == 1, "data_parallel_size", size, "1 beside an EAGLE-3 head")
     head = read_head_config(Path(name))
     head.check_fits(model)
     return head
@@ -96,7 +95,7 @@ def capture_drafts(scheduler: object, runner: Runner) -> None:
     if runner.proposer is not None:
         views = {
             graph.shape: runner.batch_of(graph.shape)
-            for graph in (*runner.drafting, *runner.verifying)
+            for graph in (*(runner.drafting or runner.captured), *runner.verifying)
         }
         sizes, most = bucket_sizes(runner.max_num_seqs), speculators[0].most
         numbers = [most] if speculators[0].costs is None else range(1, most + 1)
@@ -141,6 +140,7 @@ def build_speculative_schedulers(
         runner.proposer = head_proposer(runner, config, most)
     costs = StepCosts({1: 0.0}) if number is None else None
     how: Any = {"proposer": runner.proposer, "costly": draft is not None}
+    how["overlaps"] = runner.ranks.size == 1  # others don't have what is drafted
     speculators = [Speculator(most, costs, drafter, **how) for _ in managers]
     measure_costs(speculators, runner)
     schedulers = []
@@ -151,17 +151,26 @@ def build_speculative_schedulers(
     return schedulers
 
 
-def head_proposer(runner: Runner, config: EngineConfig, most: int) -> HeadProposer:
-    """What drafts with the head whose folder ``speculative`` is."""
-    model, pool = runner.model, runner.pool
+def head_proposer(
+    runner: Runner, config: EngineConfig, most: int
+) -> HeadProposer | None:
+    """What drafts with the head whose folder ``speculative`` is.
+
+    It's whole, and that of the rank which schedules; None on others, which only lend it
+    what it has of the model.
+    """
+    model, pool, ranks = runner.model, runner.pool, runner.ranks
     form = find_head(config, model.config)
     assert form is not None and config.speculative is not None
-    head = build_head(form, read_head(Path(config.speculative), form), model)
+    tensors = read_head(Path(config.speculative), form)
+    head = build_head(form, tensors, model, ranks.whole)
+    if not ranks.schedules:
+        return None
     aux = AuxHiddenStates(model, head.layers, config.max_num_batched_tokens)
     rows = config.max_num_seqs
     if model.device.type == "cuda":  # for captured steps, with a row for each token
         rows = max(rows, MOST_VERIFIED)
-    ops = model.ops
+    ops = ranks.operations_alone(model.ops)
     if ops.name == "Triton":
         from simplellm.model.kernels.fused import attend_in
 

@@ -32,6 +32,7 @@ from simplellm.base.config import EngineConfig, ModelConfig
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError
 from simplellm.base.transfer import pinned
+from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.sharding import Shard, ShardedSource
 from simplellm.checkpoint.source import Source
 from simplellm.engine.graphs import CaptureShape
@@ -71,6 +72,17 @@ class Ranks:
     def operations(self, ops: Ops, model: ModelConfig, dtype: torch.dtype) -> Ops:
         """The table ``ops`` for its part of a ``model``, computed in ``dtype``."""
         return ops
+
+    def operations_alone(self, ops: Ops) -> Ops:
+        """The table of which `operations` has made ``ops``: nobody is waited for."""
+        return ops
+
+    def whole(self, weight: Weight) -> Weight:
+        """All rows of the embedding or the head, of which this rank has a part.
+
+        All ranks call it, and have room for them. Raises ValueError if it's quantized.
+        """
+        return weight
 
     def min_once_loaded(self, number: int) -> int:
         """The least ``number`` of any rank, once all of them have loaded."""
@@ -147,23 +159,40 @@ class TensorParallel(ParallelRank):
     """One of several ranks that have a part of each weight."""
 
     tokens: range  # of the vocabulary, this rank's
+    alone: Ops  # the table of a rank alone
+    vocab_size: int
     owned: tuple[Any, Any] = None, None  # columns, and this rank's part of them
 
     def shard(self, source: Source, config: EngineConfig) -> Source:
         here = Shard(self.group.rank, self.size, config.enable_expert_parallel)
         self.tokens = here.vocabulary(source.config)
+        self.vocab_size = source.config.vocab_size
         return ShardedSource(source, here, self.group.max)
 
     def local_vocabulary(self, model: ModelConfig) -> ModelConfig:
         return replace(model, vocab_size=len(self.tokens))
 
     def operations(self, ops: Ops, model: ModelConfig, dtype: torch.dtype) -> Ops:
+        self.alone = ops
         shard = VocabularyShard(ops, self.group, self.tokens, model.vocab_size)
         if ops.name != "Triton":
             return parallel_table(shard)
         from simplellm.model.kernels.reduce import fuse_reduce  # where Triton is
 
         return fuse_reduce(shard, dtype, model.hidden_size)
+
+    def operations_alone(self, ops: Ops) -> Ops:
+        return self.alone
+
+    def whole(self, weight: Weight) -> Weight:
+        if not isinstance(weight, Tensor):
+            raise ValueError(
+                "the model's embedding or head is quantized, and several ranks share "
+                "it; expected an EAGLE-3 head with an lm_head.weight of its own"
+            )
+        every = weight.new_zeros(self.vocab_size, weight.shape[1])
+        every[self.tokens.start : self.tokens.stop] = weight
+        return self.group.sum(every)
 
     def local_sampling(
         self, columns: SamplingTensors, mask: Mask | None

@@ -154,7 +154,7 @@ class Runner:
         plain = [graph for graph in graphs if not graph.shape.chunks]
         self.captured = [graph for graph in plain if graph.shape.queries == 1]
         self.verifying = [graph for graph in plain if graph.shape.queries > 1]
-        if self.proposer is not None:  # once more, without states that nobody reads
+        if self.proposer is not None and self.ranks.size == 1:  # again, without states
             self.drafting, self.proposer.aux.wanted = self.captured, False
             shapes = [graph.shape for graph in self.drafting]
             self.captured = capture_graphs(padding, shapes, self.ranks.min_of_all)
@@ -164,7 +164,7 @@ class Runner:
         self, scheduled: Sequence[ScheduledChunk], drafting: bool
     ) -> CapturedGraph | None:
         """The graph for a step that is nothing but decodes, if there is one."""
-        count, graphs = len(scheduled), self.drafting if drafting else self.captured
+        count, graphs = len(scheduled), (drafting and self.drafting) or self.captured
         for chunk in scheduled:
             _, _, length, samples = chunk
             if not samples or (length > 1 and not num_drafts(chunk)):
@@ -207,9 +207,8 @@ class Runner:
     ) -> None:
         """Start the forward pass of a step, as other ranks may have ``agreed``.
 
-        Leaves the logits of ``sampling`` in ``logits``, their likeliest tokens in
-        ``sampled_tokens``, and what it finds of prompts in ``scores``. The next step
-        writes over all three.
+        Until the next, ``logits`` has the logits of ``sampling``, ``sampled_tokens``
+        their likeliest tokens, and ``scores`` what it finds of prompts.
         """
         copies = self.manager.take_copies()
         drafting = self.proposer is not None and self.proposer.begin(scheduled)

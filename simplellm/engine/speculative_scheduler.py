@@ -48,6 +48,12 @@ class SpeculativeScheduler(Scheduler):
     def close(self) -> None:
         self.speculator.close()
 
+    def add(self, requests: Sequence[Request]) -> None:
+        for first in requests if not self.speculator.overlaps else ():
+            for request in (first, *first.siblings):
+                request.overlaps_drafts = False
+        super().add(requests)
+
     def _ready(self, request: Request, busy: set[int]) -> bool:
         """Whether a running request can have a part in the step."""
         if not super()._ready(request, busy):

@@ -89,8 +89,10 @@ class Speculator:
         *,
         proposer: Proposer | None = None,
         costly: bool = False,
+        overlaps: bool = True,
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
+        self.overlaps = overlaps  # requests' steps, where their drafts are made
         self.costly = costly  # a draft takes `seconds`, one request after the other
         self.proposer, self.seconds = proposer, 0.0  # of a draft
         if proposer is not None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from simplellm.model.kv_gather import READ, GatherPlan, plan_gathers
+from simplellm.model.kv_gather import GatherPlan, plan_gathers
+from simplellm.model.token_rows import token_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +50,7 @@ class KVGroup:
     @cached_property
     def by_token(self) -> "KVGroup":
         """The same tokens, each as a decode, if together they read few positions."""
-        ends = self.query_start_loc[1:].long()
-        counts = ends - self.query_start_loc[:-1]
-        owners = torch.arange(len(ends), device=ends.device).repeat_interleave(counts)
-        indices = torch.arange(len(owners) + 1, device=ends.device)
-        lengths = self.lengths[owners] - (ends[owners] - 1 - indices[:-1])
-        if lengths.sum() > READ:
-            return self
-        rest = {name: getattr(self, name)[owners] for name in ("tables", "offsets")}
-        rest |= {"lengths": lengths, "query_start_loc": indices}
-        return replace(self, decodes=len(owners), queries=1, **rest)
+        return replace(self, **token_rows(self))
 
 
 @dataclass(frozen=True, eq=False)

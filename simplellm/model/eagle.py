@@ -102,8 +102,16 @@ def with_taps(model: Model, taps: Mapping[int, Callable[[Tensor], object]]) -> O
     return replace(model.ops, add_norm=add_norm)
 
 
-def build_head(config: HeadConfig, weights: Mapping[str, Tensor], model: Model) -> Head:
-    """The head of these tensors, with what ``model`` lends it."""
+def build_head(
+    config: HeadConfig,
+    weights: Mapping[str, Tensor],
+    model: Model,
+    whole: Callable[[Weight], Any] = lambda weight: weight,
+) -> Head:
+    """The head of these tensors, with what ``model`` lends it.
+
+    ``whole`` makes all rows of the model's of those that are here.
+    """
     device, dtype = model.device, model.dtype
 
     def take(name: str) -> Tensor:
@@ -121,11 +129,14 @@ def build_head(config: HeadConfig, weights: Mapping[str, Tensor], model: Model) 
     if shared is not None:
         shared = shared.long().to(device)
         shared = shared + torch.arange(len(shared), device=device)
-    embedded = "embed_tokens.weight" in weights
+
+    def lent(name: str, rows: Weight) -> Any:
+        return take(name) if name in weights else whole(rows)
+
     return Head(
         config,
         config.layers(model.config.num_hidden_layers),
-        embed_tokens=take("embed_tokens.weight") if embedded else model.embed_tokens,
+        embed_tokens=lent("embed_tokens.weight", model.embed_tokens),
         fc=take("fc.weight"),
         fc_norms=[take(name) for name in norms],
         embed_norm=take("layer.input_layernorm.weight"),
@@ -151,9 +162,7 @@ def build_head(config: HeadConfig, weights: Mapping[str, Tensor], model: Model) 
             down_bias=None,
         ),
         norm=take("norm.weight"),
-        lm_head=take("lm_head.weight")
-        if "lm_head.weight" in weights
-        else model.lm_head,
+        lm_head=lent("lm_head.weight", model.lm_head),
         target_ids=shared,
     )
 
