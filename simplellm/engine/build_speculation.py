@@ -140,7 +140,8 @@ def build_speculative_schedulers(
         runner.proposer = head_proposer(runner, config, most)
     costs = StepCosts({1: 0.0}) if number is None else None
     how: Any = {"proposer": runner.proposer, "costly": draft is not None}
-    how["overlaps"] = runner.ranks.size == 1  # others don't have what is drafted
+    # Other ranks don't have what is drafted on this one's device.
+    how["overlaps"] = runner.proposer is None or runner.ranks.size == 1
     speculators = [Speculator(most, costs, drafter, **how) for _ in managers]
     measure_costs(speculators, runner)
     schedulers = []
