@@ -23,7 +23,7 @@ from families_text import (
     open_folder,
     write_text_side,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import generate_merges
@@ -978,6 +978,7 @@ def test_nothing_is_lost_whatever_the_tokens(
     indent=st.none() | st.integers(0, 2),
     before=st.sampled_from(["", "Well.", "{"]),
 )
+@example(name="0", arguments={"": "\N{LOWER ONE EIGHTH BLOCK}"}, indent=None, before="")
 def test_calls_are_read_as_they_are_written(
     opened: Opened,
     name: str,
@@ -1007,4 +1008,7 @@ def test_calls_are_read_as_they_are_written(
             normal = json.loads(
                 unicodedata.normalize("NFC", json.dumps(arguments, ensure_ascii=False))
             )
+        if kind == "mistral":  # SentencePiece, which writes this for a space
+            text = json.dumps(arguments, ensure_ascii=False)
+            normal = json.loads(text.replace("\N{LOWER ONE EIGHTH BLOCK}", " "))
         assert json.loads(calls[0].arguments) == normal
