@@ -222,7 +222,8 @@ class Run:
         mock.patch.object(head_drafter, "equal_drafts", self.coin.equal_drafts).start()
         mock.patch.object(step_output, "accept_drafts", self.coin.accept_drafts).start()
         mock.patch.object(speculator, "acceptance", self.coin.acceptance).start()
-        mock.patch.dict(speculator.DRAFTERS, suffix=CopyDrafter).start()
+        if args.copies:
+            mock.patch.dict(speculator.DRAFTERS, suffix=CopyDrafter).start()
         self.drafting, _, _ = load_engine(source, config, dtype, device)
         print(f"with drafts: ready after {time.monotonic() - began:.0f} s", flush=True)
         scheduler = self.drafting.scheduler
