@@ -8,7 +8,6 @@ happens on the device, without waiting for what the step has sampled.
 T tokens of a step, n requests that it samples for, K kv heads, D head_dim.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -31,7 +30,7 @@ from simplellm.engine.graphs import (
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.step_times import REPEATS
+from simplellm.engine.step_times import fastest
 from simplellm.model.batch import Batch, KVGroup
 from simplellm.model.eagle import Head, with_taps
 from simplellm.model.model import Model
@@ -459,12 +458,5 @@ class HeadProposer:
         self.columns.zero_()
         self.columns[3, 0] = self.page_size
         run = self.draft_graphs.get((1, self.most), partial(self._draft, 1, self.most))
-        times = []
-        for _ in range(1 + REPEATS):
-            self.positions.zero_()
-            start = time.perf_counter()
-            run()
-            if self.columns.is_cuda:
-                torch.cuda.synchronize(self.columns.device)
-            times.append(time.perf_counter() - start)
-        return min(times[1:]) / self.most
+        self.positions.zero_()
+        return fastest(run, self.columns.device) / self.most

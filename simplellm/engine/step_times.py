@@ -30,7 +30,7 @@ def time_steps(runner: Runner) -> dict[int, float]:
     doubled = [1 << power for power in range(most.bit_length())]
     seconds = {
         size: fastest(dummy_step(runner, size), runner.device)
-        for size in {*doubled, *padded}
+        for size in sorted({*doubled, *padded})  # as on every other rank
     }
     for below, size in pairwise([1, *padded]):
         seconds[below + 1] = seconds[size]
