@@ -26,6 +26,7 @@ from simplellm.base.request import UNKNOWN, Request
 from simplellm.checkpoint.eagle import head_config, read_head, read_head_config
 from simplellm.engine import build_speculation, graphs, head_drafter
 from simplellm.engine.build_speculation import capture_drafts
+from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.draft_chunks import PlaceholderChunk
 from simplellm.engine.graphs import bucket_sizes, verify_shapes
 from simplellm.engine.head_drafter import HeadDrafter
@@ -282,7 +283,8 @@ def test_a_step_without_drafts_is_one_of_an_engine_without_them(
         engine.submit(asked)
         if config.speculative:
             speculator = engine.scheduler.speculator
-            speculator.seconds = 0.0  # all drafts are free, so that they are tried
+            # All drafts are free, so that they are tried.
+            speculator.draft_costs = StepCosts({1: 0.0})
             while speculator.backoff.left != 20:
                 engine.step()
         while any(r.num_output < 10 for r in asked):

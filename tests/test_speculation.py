@@ -174,7 +174,8 @@ def slowdown(
     """
     times, draft, made = StepCosts(measured), 0.28, Made()
     speculator = Speculator(5, times, HeadDrafter, proposer=made)
-    speculator.seconds, coin = draft, random.Random(batch)
+    speculator.draft_costs = StepCosts({1: draft})
+    coin = random.Random(batch)
     phases = [(prior, 200)] if prior is not None else []
     for right, count in [*phases, (chance, steps)]:
         asked = [Request([1], 10**6, request_id=number) for number in range(batch)]
@@ -293,10 +294,11 @@ def test_a_prompt_in_the_step_drafts_nothing_and_costs_no_drafts() -> None:
 
     costs = StepCosts({1: 30.0, 16: 31.0, 32: 32.0, 1024: 90.0})
     speculator = Speculator(5, costs, Model, costly=True)
-    speculator.seconds, asked = 0.5, [request([2], number) for number in range(4)]
+    speculator.draft_costs = StepCosts({1: 0.5, 2: 1.0})
+    asked = [request([2], number) for number in range(4)]
     for _ in range(30):
         drafts = sum(map(len, speculator.choose(asked, 4, 256)))
-        seconds = costs(4 + drafts) + 5 * 4 * speculator.seconds
+        seconds = costs(4 + drafts) + 5 * 4 * 0.5
         speculator.learn_interval(4 + drafts, drafts, seconds)
         for one in asked:
             one.tokens += [1, 1, 2]
@@ -332,6 +334,28 @@ def test_a_price_that_was_measured_wrongly_is_measured_again() -> None:
         speculator.learn_interval(256, 192, costs(256) + 100.0, 3)
     speculator.learn_interval(64, 0, costs(64))
     assert 100 < steps_until_drafts(speculator, 64, most=3000) < 3000
+
+
+def test_a_pause_between_two_steps_is_no_price_of_drafts() -> None:
+    """A garbage collection took 0.1 s where a step takes a few milliseconds."""
+    costs = StepCosts({1: 3.8, 2: 4.4, 64: 4.7, 256: 7.5})
+    speculator = Speculator(5, costs, proposer=Device())
+    speculator.learn_interval(1, 0, costs(1))
+    for seconds in (100.0, *[costs(6)] * 4):
+        speculator.learn_interval(6, 5, seconds, 5)
+        assert steps_until_drafts(speculator, 1) == 0
+    for _ in range(20):  # many in a row may be one, but are soon forgotten
+        speculator.learn_interval(6, 5, 100.0, 5)
+    assert 0 < steps_until_drafts(speculator, 1) < 200
+
+
+def test_a_step_with_drafts_is_one_that_was_captured() -> None:
+    costs = StepCosts({1: 3.8, 1024: 7.5})
+    speculator = Speculator(5, costs, proposer=Device())
+    speculator.most_ahead = 512
+    assert speculator.plan([request([2], n) for n in range(64)], 8192) == 5
+    assert speculator.plan([request([2], n) for n in range(200)], 8192) == 1
+    assert speculator.plan([request([2], n) for n in range(300)], 8192) == 0
 
 
 # The engine's texts

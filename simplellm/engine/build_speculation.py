@@ -108,14 +108,17 @@ def measure_costs(speculators: Sequence[Speculator], runner: Runner) -> None:
     first = speculators[0]
     if first.costs is None:
         return
-    costs, seconds = StepCosts(time_steps(runner)), 0.0
+    costs, seconds = StepCosts(time_steps(runner)), {1: 0.0}
     if runner.proposer is not None:
         seconds = runner.proposer.seconds_per_draft()
     elif first.costly:
         drafter: Any = first.drafter()
-        seconds = seconds_per_draft(drafter.model)
+        one_draft = seconds_per_draft(drafter.model)
+        seconds = {1: one_draft, 2: 2 * one_draft}  # one request after another
     for one in speculators:
-        one.costs, one.seconds = costs, seconds
+        one.costs, one.draft_costs = costs, StepCosts(seconds)
+        if runner.verifying:  # what has no graph is bound by the host
+            one.most_ahead = runner.verifying[-1].size
 
 
 def build_speculative_schedulers(

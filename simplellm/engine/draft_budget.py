@@ -7,8 +7,12 @@ from itertools import accumulate
 
 DECAY = 0.95  # of earlier drafts' weight, at each new guess
 FADE = 0.5  # the same, each time that drafting backs off
+OVERHEAD_FADE = 0.25  # and that of what steps took
 SIGNIFICANCE = 0.001  # likelihood of so many wrong drafts below which that's done
 MIN_BACKOFF, MAX_BACKOFF = 8, 512  # steps that the first one takes, and the longest
+# The same, where drafts would be right but aren't worth what they cost. With another
+# number of requests they may be.
+MIN_COST_BACKOFF, MAX_COST_BACKOFF = 8, 128
 BACKOFF_FACTOR = 4  # times as long is each backoff as the one before
 
 
@@ -56,9 +60,9 @@ class AcceptanceRate:
 class Overhead:
     """Seconds by which steps that follow one another take longer than they cost.
 
-    That is the attention to what the cache holds, the making of drafts, and what the
-    host has to do between steps, unless it is ahead of the device: a line by how many
-    drafts each request has, by least squares, where what was longer ago counts less.
+    That is the attention to what the cache holds, and what the host has to do between
+    steps, unless it is ahead of the device: a line by how many drafts each request has,
+    by least squares, where what was longer ago counts less.
     """
 
     count: float = 0.0
@@ -67,9 +71,14 @@ class Overhead:
     squares: float = 0.0  # of drafts
     products: float = 0.0  # of drafts and seconds
 
-    def learn(self, drafts: float, seconds: float) -> None:
-        """Count one more step, with so many drafts of each request."""
-        seconds = max(seconds, 0.0)
+    def learn(self, drafts: float, seconds: float, cost: float) -> None:
+        """Count one more step, with so many drafts of each request.
+
+        ``cost`` is what it costs. One step that takes far longer than others was held
+        up by something else, as a garbage collection does.
+        """
+        mean = self.seconds / self.count if self.count else 0.0
+        seconds = min(max(seconds, 0.0), 2 * mean + cost)
         self._scale(DECAY)
         self.count += 1
         self.drafts += drafts
@@ -79,7 +88,7 @@ class Overhead:
 
     def fade(self) -> None:
         """Believe less in it, so that it's measured again."""
-        self._scale(FADE)
+        self._scale(OVERHEAD_FADE)
 
     def _scale(self, factor: float) -> None:
         for name in ("count", "drafts", "seconds", "squares", "products"):
@@ -107,6 +116,7 @@ class DraftBackoff:
 
     left: int = 0  # steps
     next: int = MIN_BACKOFF  # steps of the next backoff
+    next_cost: int = MIN_COST_BACKOFF  # of the next one by what drafts cost
     requests: int = 0  # that ran when it began
     # Of so many wrong drafts in a row. The first ones have no credit.
     likelihood: float = 4 * SIGNIFICANCE
@@ -131,17 +141,24 @@ class DraftBackoff:
         self.right, self.wrong = False, 0
         return self.likelihood < SIGNIFICANCE
 
-    def begin(self, most: int) -> None:
-        """Back off, for ``most`` steps at most.
+    def begin(self, unprofitable: bool) -> None:
+        """Back off: drafts are ``unprofitable``, though they may be right, or wrong.
 
-        After that, one more wrong draft is enough for the next backoff.
+        After the latter, one more wrong draft is enough for the next backoff.
         """
-        self.left, self.requests = min(self.next, most), 0
-        self.next = min(BACKOFF_FACTOR * self.next, MAX_BACKOFF)
-        self.likelihood = SIGNIFICANCE
+        self.requests = 0
+        if unprofitable:
+            self.left = self.next_cost
+            self.next_cost = min(BACKOFF_FACTOR * self.next_cost, MAX_COST_BACKOFF)
+        else:
+            self.left = self.next
+            self.next = min(BACKOFF_FACTOR * self.next, MAX_BACKOFF)
+            self.likelihood = SIGNIFICANCE
 
     def pass_step(self, requests: int) -> None:
         """Count a step of so many requests; twice or half as many end the backoff."""
         self.requests = self.requests or requests
-        same = self.requests < 2 * requests < 4 * self.requests
-        self.left = max(self.left - 1, 0) if same else 0
+        if self.requests < 2 * requests < 4 * self.requests:
+            self.left = max(self.left - 1, 0)
+        else:
+            self.left, self.next_cost = 0, MIN_COST_BACKOFF

@@ -453,10 +453,13 @@ class HeadProposer:
         return following
 
     @torch.inference_mode()
-    def seconds_per_draft(self) -> float:
-        """What a draft takes, for one request with nothing in the cache."""
-        self.columns.zero_()
-        self.columns[3, 0] = self.page_size
-        run = self.draft_graphs.get((1, self.most), partial(self._draft, 1, self.most))
+    def seconds_per_draft(self) -> dict[int, float]:
+        """What a draft takes for so many requests, with nothing in the cache."""
+        seconds, most = {}, self.most
+        self.columns[:3] = 0
+        self.columns[3] = self.page_size
         self.positions.zero_()
-        return fastest(run, self.columns.device) / self.most
+        for size in self.sizes or (1,):
+            run = self.draft_graphs.get((size, most), partial(self._draft, size, most))
+            seconds[size] = fastest(run, self.columns.device) / most
+        return seconds

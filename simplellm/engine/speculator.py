@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from statistics import mean
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from simplellm.base.request import UNKNOWN, Request
 from simplellm.engine.draft_budget import (
-    MAX_BACKOFF,
     AcceptanceRate,
     DraftBackoff,
     Overhead,
@@ -27,7 +27,6 @@ from simplellm.engine.drafts import acceptance, choose_counts
 from simplellm.engine.suffix import SuffixDrafter
 
 LONGEST_DRAFT = 16  # tokens, where the number is chosen
-MAX_COST_BACKOFF = 128  # steps, where drafts cost too much for how many run
 TIMED_BACKOFF_STEPS = 4  # the last ones of a backoff, in which steps are timed again
 PRIOR_ACCEPTANCE = 0.5  # rate, before any draft was checked
 HEAD_PRIOR_ACCEPTANCE = 0.7  # a head's: those that are published have about that
@@ -93,8 +92,10 @@ class Speculator:
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
         self.overlaps = overlaps  # requests' steps, where their drafts are made
-        self.costly = costly  # a draft takes `seconds`, one request after the other
-        self.proposer, self.seconds = proposer, 0.0  # of a draft
+        self.costly = costly  # drafts are made one request after the other
+        self.draft_costs = StepCosts({1: 0.0})  # of a draft for so many requests
+        self.most_ahead: int | None = None  # tokens of a step, where drafts follow
+        self.proposer = proposer
         if proposer is not None:
             proposer.deliver = self.receive
         self.draft_states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
@@ -155,24 +156,31 @@ class Speculator:
     def plan(self, requests: Sequence[Request], max_drafts: int) -> int:
         """Choose how many drafts are made of each of ``requests`` after the next step.
 
-        They are for the step after it, which checks at most ``max_drafts``. 0: none are
-        made.
+        They are for the step after it, which checks at most ``max_drafts``: as many of
+        each, as if all their drafts were equally good. 0: none are made.
         """
         if self.proposer is None:
             return 0
         self.proposer.count = 0 if self.backoff.left else self.most
         if self.costs is not None and requests and not self.backoff.left:
-            states = [self._state_of(request) for request in requests]
-            offered = [self.most] * len(states)
-            counts = self._choose_counts(states, offered, len(states), max_drafts)
-            self.proposer.count = max(counts)
-            if not any(counts):  # later it is tried again
-                self._give_up(MAX_COST_BACKOFF)
+            rows = len(requests)
+            chance = mean(self._chance(self._state_of(one)) for one in requests)
+            if self.most_ahead is not None:
+                max_drafts = min(max_drafts, self.most_ahead - rows)
+            offered = max(min(self.most, max_drafts // rows), 0)
+
+            def cost(each: int) -> float:  # of a step with so many tokens of each
+                return self._cost(rows * each, rows * (each - 1), rows)
+
+            (count,) = choose_counts([chance], [offered], 1, offered, cost)
+            self.proposer.count = count
+            if not count:  # later it is tried again
+                self._give_up(unprofitable=True)
         return self.proposer.count
 
-    def _give_up(self, most: int = MAX_BACKOFF) -> None:
+    def _give_up(self, unprofitable: bool = False) -> None:
         """Make no drafts for a while, and then think better of them."""
-        self.backoff.begin(most)
+        self.backoff.begin(unprofitable)
         if self.proposer is not None:
             self.proposer.count = 0
         states = self.draft_states.values()
@@ -262,7 +270,7 @@ class Speculator:
         drafts: list[list[int]] = []
         counts = self._choose_counts(states, offered, computed, max_drafts)
         if self.costly and self.costs is not None and any(offered) and not any(counts):
-            self._give_up()  # they have been made for nothing
+            self._give_up(unprofitable=True)  # they have been made for nothing
         for request, own, count in zip(requests, states, counts, strict=True):
             unknown = request.tokens[-1] == UNKNOWN
             drafts.append([0] * count if unknown or not own else own.drafts[:count])
@@ -291,15 +299,11 @@ class Speculator:
 
     def _cost(self, tokens: int, drafts: int, requests: int) -> float:
         """Seconds of a step of ``tokens``, some of them ``drafts`` of ``requests``."""
-        assert self.costs is not None
         plain, drafting = self.overheads
         each = drafts / requests
         if self.proposer is not None:  # made for all at once
             each = ceil(each)
-        made = each * self.seconds
-        if self.costly and drafts:  # of all, whether they are checked or not
-            made = self.most * requests * self.seconds
-        cost = self.costs(tokens)
+        cost = self._cost_alone(tokens, drafts, requests, each)
         fixed = plain.seconds / plain.count if plain.count else None
         if drafting.count:
             least, slope = drafting.line(fixed)
@@ -308,9 +312,18 @@ class Speculator:
             if drafts:  # such steps never overlap more than others
                 measured = max(least + slope * each, fixed)
                 # What was measured counts for less the fewer steps it stems from.
-                total = drafting.count * measured + fixed + made
+                total = drafting.count * measured + fixed
                 return cost + total / (drafting.count + 1)
-        return cost + (fixed or 0.0) + made
+        return cost + (fixed or 0.0)
+
+    def _cost_alone(
+        self, tokens: int, drafts: int, requests: int, each: float
+    ) -> float:
+        """The same, as it was measured at the start."""
+        assert self.costs is not None
+        # With `costly` ones, whether they are checked or not.
+        made = self.most if self.costly and drafts else each
+        return self.costs(tokens) + made * self.draft_costs(requests)
 
     def learn_interval(
         self, tokens: int, drafts: int, seconds: float, made: int = 0
@@ -320,8 +333,10 @@ class Speculator:
         So many drafts of each request were ``made`` after it, on the device.
         """
         if self.costs is not None:
-            each = made or drafts / max(1, tokens - drafts)
-            self.overheads[drafts > 0].learn(each, seconds - self.costs(tokens))
+            requests = max(1, tokens - drafts)
+            each = made or drafts / requests
+            cost = self._cost_alone(tokens, drafts, requests, each)
+            self.overheads[drafts > 0].learn(each, seconds - cost, cost)
 
 
 def add_step_counts(
