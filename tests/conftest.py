@@ -1,5 +1,6 @@
 """What tests share: the device that kernels are tested on, a model, its server."""
 
+import gc
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,6 +21,17 @@ settings.load_profile("patient")
 
 NEED_TRITON = ["test_kernels_*.py", "test_drawings.py"]
 collect_ignore_glob = [] if find_spec("triton") else NEED_TRITON
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: collecting garbage need not walk all of it each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries written in C++ say at the end what was never collected."""
+    gc.unfreeze()
 
 
 def release(package: str) -> tuple[int, ...]:

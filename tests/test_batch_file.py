@@ -432,6 +432,7 @@ def test_killed_at_random_moments(tmp_path):
     assert texts(target) == {f"line-{n}": f"text {n}!" for n in range(1, 401)}
 
 
+@pytest.mark.exhaustive
 def test_control_c_leaves_a_resumable_file(tmp_path):
     quick = [ask(f"What is {n} + 5?", max_tokens=16) for n in range(30)]
     sorting = ask("Sort 3 1 2.", ignore_eos=True, max_tokens=5)

@@ -214,6 +214,7 @@ def test_damaged_checkpoints(data: st.DataObject) -> None:
     fuzz(data)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @given(st.data())
 @settings(

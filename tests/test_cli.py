@@ -629,7 +629,10 @@ COMMAND = f"exec {shlex.quote(sys.executable)} -m simplellm.apps.cli "
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", ["info", "'What is 47 + 85?'"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["info", pytest.param("'What is 47 + 85?'", marks=pytest.mark.exhaustive)],
+)
 def test_a_full_disk_is_said_once(arguments):
     result = subprocess.run(
         f"{COMMAND} {arguments} >/dev/full",

@@ -228,6 +228,7 @@ def test_four_ranks_answer_as_one_does(wide: Path, alone: LLM) -> None:
             torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_another_family(tmp_path: Path) -> None:
     """Whose first layer alone has experts."""
     folder = write(tmp_path / "model", SPARSE["Qwen3-MoE"].build())
@@ -344,7 +345,7 @@ def test_a_rank_that_dies_while_all_wait(wide: Path) -> None:
     ("when", "how"),
     [
         ("adds up", "dies"),
-        ("draws", "hangs"),
+        pytest.param("draws", "hangs", marks=pytest.mark.exhaustive),
         pytest.param("loads", "dies", marks=pytest.mark.exhaustive),
         pytest.param("decode", "hangs", marks=pytest.mark.exhaustive),
         pytest.param("draws", "dies", marks=pytest.mark.exhaustive),

@@ -209,6 +209,7 @@ def test_what_is_trained_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (half - expected).abs().max() < 1e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_tokenizer_can_be_made_again(tmp_path: Path, monkeypatch) -> None:
     again = tmp_path / "tokenizer.json"

@@ -353,6 +353,7 @@ def run_cases(
     return counts
 
 
+@FASTER
 @pytest.mark.bits
 def test_any_schedule_gives_the_tokens_of_a_request_alone(
     tiny: Model, alone: Recompute
@@ -414,10 +415,10 @@ def test_captured_steps_give_the_tokens_of_a_request_alone(
     tape = Tape()
     monkeypatch.setattr(graphs, "capture_graph", tape)
     model = load_model(folder, device="cpu")
-    for seed in range(CASES):
+    for seed in range(12):
         run_case(model, alone, seed, captured=True, drafts=seed % 2 == 0)
     kinds = Counter((shape.chunks > 0, shape.queries) for shape in tape.replays)
-    assert min(kinds[True, 1], kinds[False, 1], kinds[False, QUERIES]) >= 100, kinds
+    assert min(kinds[True, 1], kinds[False, 1], kinds[False, QUERIES]) >= 50, kinds
 
 
 @pytest.mark.exhaustive

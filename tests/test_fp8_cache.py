@@ -105,7 +105,7 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(folder: Path) -> None:
     """Shared pages, copies, evictions and preemptions are as in any other cache."""
     model, alone = load_model(folder, device="cpu"), Recompute(reference(folder))
     counts: Counter[str] = Counter()
-    for seed in range(5, 10):
+    for seed in range(5, 8):
         counts += run_case(model, alone, seed, kv_cache_dtype="fp8")
     assert min(counts[what] for what in ("hits", "evictions", "shared")) > 0, counts
     assert counts["preemptions"] > 0, counts

@@ -195,6 +195,7 @@ def test_only_steady_seconds_count():
     assert mean(found["parts"]) == pytest.approx(found["tokens_per_second"], rel=0.2)
 
 
+@pytest.mark.exhaustive
 def test_clients_get_all_their_tokens():
     (found,) = clients.turns(None, [3], 5)
     assert len(found) == clients.TURNS

@@ -106,7 +106,14 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"repetition_penalty": 1.1}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"logprobs": 1}, marks=pytest.mark.exhaustive),
+        pytest.param({"repetition_penalty": 1.1}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_text_is_closed_before_its_limit(llm: LLM, more: dict[str, Any]) -> None:
     """A model that is at a loss writes its string for ever; it is JSON all the same."""
     asked = {"structured_outputs": {"json": SCHEMA}, "temperature": 1.0, **more}
@@ -217,7 +224,7 @@ def test_nobody_notices_the_others(llm: LLM, grammars: Grammars) -> None:
         {"stop": ["5", "ea"]},
     ]
     asked = []
-    for number in range(24):
+    for number in range(16):
         extra = extras[number % len(extras)]
         prompt = chance.choice(PROMPTS)
         asked.append(ask(llm, chance.choice(compiled), prompt, seed=number, **extra))

@@ -140,7 +140,9 @@ def run(model: Model, device: str, *steps: Batch) -> list[Tensor]:
     return [hidden[:num_tokens] for (hidden, _), num_tokens in found]
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    "norms", [pytest.param(False, marks=pytest.mark.exhaustive), True]
+)
 def test_both_tables_compute_the_same(kernel_device, norms):
     steps = [
         make_batch(kernel_device, [(range(9), 0), (range(20, 25), 0)], padding=3),
@@ -155,7 +157,9 @@ def test_both_tables_compute_the_same(kernel_device, norms):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    "batch_invariant", [pytest.param(False, marks=pytest.mark.exhaustive), True]
+)
 def test_a_padded_step_computes_what_the_real_one_does(kernel_device, batch_invariant):
     """A captured step has room for more tokens, decodes and chunks."""
     steps = [

@@ -88,7 +88,7 @@ def test_grouped_ones_add_up(
     torch.testing.assert_close(found, expected, **tolerance(kind))
 
 
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("few", [pytest.param(True, marks=exhaustive), False])
 def test_packed_ones_add_up(kernel_device: str, few: bool) -> None:
     """Of few tokens in bfloat16, by the kernel that sorts nothing."""
     tokens, dtype = (3, torch.bfloat16) if few else (9, torch.float32)

@@ -174,10 +174,13 @@ def answers(
     ("embedded", "options"),
     [
         pytest.param(False, {}, id="auto"),
-        pytest.param(True, {"kv_cache_dtype": "fp8"}, id="embedded fp8"),
         pytest.param(
-            False, {"kv_cache_dtype": "fp8"}, id="fp8", marks=pytest.mark.exhaustive
+            True,
+            {"kv_cache_dtype": "fp8"},
+            id="embedded fp8",
+            marks=pytest.mark.exhaustive,
         ),
+        pytest.param(False, {"kv_cache_dtype": "fp8"}, id="fp8"),
         pytest.param(True, {}, id="embedded auto", marks=pytest.mark.exhaustive),
     ],
 )

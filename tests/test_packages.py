@@ -109,7 +109,13 @@ class Terminal(io.StringIO):
         (io.StringIO, "", ["--yes"], True),
     ],
 )
-@pytest.mark.parametrize("command", [["chat", "smollm2"], ["serve", "smollm2"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["chat", "smollm2"],
+        pytest.param(["serve", "smollm2"], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_command_line_asks_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

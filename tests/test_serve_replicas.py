@@ -171,6 +171,7 @@ def test_one_is_killed(two: Process, client: httpx.Client) -> None:
     assert streamed(client, 8)[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.exhaustive
 def test_one_hangs(two: Process, client: httpx.Client) -> None:
     """Its process ends once nobody listens, and another one comes."""
     before = replicas_of(two)

@@ -440,7 +440,14 @@ def watched(folder: Path, config: EngineConfig = SMALL) -> LLM:
     return LLM.of(load_remote(engine, str(folder), config, device="cpu"))
 
 
-@pytest.mark.parametrize("first", [13, 14, None], ids=["step", "lock", "stopped"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(13, id="step"),
+        pytest.param(14, id="lock", marks=pytest.mark.exhaustive),
+        pytest.param(None, id="stopped", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_engine_that_hangs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None
 ) -> None:
@@ -539,6 +546,7 @@ def test_a_process_that_even_a_signal_does_not_end(
         engine.shutdown(cancel=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_server_whose_engine_hangs(processes: Any, folder: Path) -> None:
     """What has streamed ends with an error, and so does the server."""

@@ -279,6 +279,7 @@ def test_sums_of_statistics() -> None:
 # Limits
 
 
+@pytest.mark.exhaustive
 def test_a_full_queue_is_full_in_all_of_them(folder: Path) -> None:
     config = replace(SMALL, max_num_seqs=1, max_waiting=2)
     with together(folder, config) as llm:

@@ -80,6 +80,7 @@ def test_a_leak_in_the_engine_is_found(monkeypatch: pytest.MonkeyPatch):
     assert "sequences in the cache: 2" in wrong
 
 
+@pytest.mark.exhaustive
 def test_a_fault_that_spreads_is_found(monkeypatch: pytest.MonkeyPatch):
     """An engine that fails all running requests for one of them."""
     end = Engine.end
@@ -94,6 +95,7 @@ def test_a_fault_that_spreads_is_found(monkeypatch: pytest.MonkeyPatch):
     assert any("requests that others made fail" in line for line in found["wrong"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_nothing_is_left_in_a_server_after_clients_of_all_kinds(monkeypatch):
     monkeypatch.setattr(soak_server, "LIMIT", 6)  # what asks for too much ends sooner

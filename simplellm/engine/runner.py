@@ -144,11 +144,10 @@ class Runner:
             return partial(self.replayed, batch, shape)
 
         seqs = self.max_num_seqs
-        shapes = [CaptureShape(size, size) for size in decodes]
+        shapes = [*(CaptureShape(size, size) for size in decodes), *verifying]
         shapes += [
             CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
         ]
-        shapes += verifying
         graphs = capture_graphs(padding, shapes, self.ranks.min_of_all)
         self.mixed = [graph for graph in graphs if graph.shape.chunks]
         plain = [graph for graph in graphs if not graph.shape.chunks]

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
+from simplellm.base.transfer import zeros
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.memory import page_bytes, sliding_groups
 
@@ -40,7 +41,7 @@ class MixedPool(KVPool):
         self.windows = (None, *[config.sliding_window] * count)
         self.page_size = page_size
         nbytes = page_bytes(config, page_size, dtype.itemsize, "fp8")
-        self.memory = torch.zeros(num_pages, nbytes, dtype=torch.uint8, device=device)
+        self.memory = zeros((num_pages, nbytes), torch.uint8, device)
         rows = page_size, config.num_key_value_heads, config.head_dim
         self.groups, self.keys, self.values = [], [], []
         sliding = 0

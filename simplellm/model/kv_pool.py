@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import ModelConfig
+from simplellm.base.transfer import zeros
 
 
 class KVPool:
@@ -36,7 +37,7 @@ class KVPool:
         indices = [self.groups[:n].count(group) for n, group in enumerate(self.groups)]
         heads, dim = config.num_key_value_heads, config.head_dim
         shape = (2, 1 + max(indices), num_pages, page_size, heads, dim)
-        self.memory = torch.zeros(shape, dtype=dtype, device=device)
+        self.memory = zeros(shape, dtype, device)
         self.keys = [self.memory[0, index] for index in indices]
         self.values = [self.memory[1, index] for index in indices]
 

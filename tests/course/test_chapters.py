@@ -454,6 +454,7 @@ def double(x):
 """
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
     shutil.copy(ROOT / "conftest.py", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

@@ -51,6 +51,7 @@ def answer(page: dict[str, Any], prompt: tuple[int, ...], count: int) -> list[in
     return known[:count]
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=12)
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=6),
