@@ -32,7 +32,7 @@ help:
 	@echo "  make book          build the course as a web site into book/"
 	@echo
 	@echo "For those who change SimpleLLM"
-	@echo "  make test          run every test and every chapter"
+	@echo "  make test          run the tests and every chapter"
 	@echo "  make test-engine   run the tests of the engine alone"
 	@echo "  make test-course   run the tests of the course alone"
 	@echo "  make test-all      run also the variants that make test leaves out"

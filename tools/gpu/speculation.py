@@ -61,7 +61,7 @@ DRAFTS = 3
 DRAFT_VOCAB = 32_000  # of public heads
 INNER = {2880: 17_280, 4096: 14_336}  # their MLP's size, by the model's hidden size
 WAYS = "none", "three", "chosen", "wrong"
-GOLDEN = (5**0.5 - 1) / 2
+GOLDEN, ROWS = (5**0.5 - 1) / 2, 2**0.5 - 1
 
 
 def write_head(folder: Path, model: ModelConfig) -> None:
@@ -93,7 +93,9 @@ def write_head(folder: Path, model: ModelConfig) -> None:
 class Coin:
     """A draft is right by ``chance``, if those before it are.
 
-    Toss n is the fraction of n times the golden ratio, in place of a random number.
+    Toss n is the fraction of n times the golden ratio, in place of a random number. On
+    the device n counts steps, and the requests of a step are ROWS apart: a graph may
+    have rows for more of them, and counting these would make streaks of equal tosses.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,8 +111,8 @@ class Coin:
     def equal_drafts(self, drafts: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """In place of the function of this name, for drafts of a head."""
         rows, columns = (torch.arange(n, device=drafts.device) for n in drafts.shape)
-        toss = (self.device_tosses + rows) * GOLDEN % 1
-        self.device_tosses += len(rows)
+        toss = (self.device_tosses * GOLDEN + rows * ROWS) % 1
+        self.device_tosses += 1
         return toss[:, None] < self.device_chance ** (1 + columns)
 
     def right(self, most: int) -> int:
