@@ -176,13 +176,9 @@ def test_an_engine_answers_as_one_rank_does(two: LLM, alone: LLM) -> None:
     assert all_is_free(two)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("drafter", "number"),
-    [
-        ("suffix", 4),
-        pytest.param("suffix", None, marks=pytest.mark.exhaustive),
-        pytest.param("a model", 4, marks=pytest.mark.exhaustive),
-    ],
+    ("drafter", "number"), [("suffix", 4), ("suffix", None), ("a model", 4)]
 )
 def test_drafts_and_pages_on_the_host_change_no_token(
     drafter: str, number: int | None, wide: Path, alone: LLM

@@ -179,11 +179,9 @@ NUMPY_MUTATIONS = {
         "(values, rows[:, -kv_heads:])",
         "(values, rows[:, -2 * kv_heads : -kv_heads])",
     ),
-    "turned backwards": Mutation(
-        ops_numpy.rotate_few, "turned -= second", "turned += second"
-    ),
+    "turned backwards": Mutation(ops_numpy.rotate_few, "* SIGNS", "* -SIGNS"),
     "halves not swapped": Mutation(
-        ops_numpy.rotate_few, "second += first * sin", "second += second * sin"
+        ops_numpy.rotate_few, "halves[:, :, ::-1]", "halves"
     ),
     "queries not scaled": Mutation(
         ops_numpy.attend, "np.float32(dim**-0.5)", "np.float32(1)"

@@ -102,7 +102,9 @@ class Int4:
             y = packed_product(rounded, *self.parts[0])
             for part in self.parts[1:]:
                 y += packed_product(rounded, *part)
-        return (y if bias is None else y + bias.float()).to(x.dtype)
+        if bias is not None:
+            y += bias.float()
+        return y if y.dtype == x.dtype else y.to(x.dtype)  # a call takes its time
 
 
 @cache

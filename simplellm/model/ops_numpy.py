@@ -23,13 +23,15 @@ from simplellm.checkpoint.int4 import Int4
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import is_expert_weight, tensor_shapes
 from simplellm.checkpoint.scaled import Scaled
-from simplellm.model import ops
+from simplellm.model import family_rules, ops
 from simplellm.model.batch import KVGroup
 from simplellm.model.feed_forward import linear
-from simplellm.model.layers import Attention, Experts, Layer, Norm
+from simplellm.model.layers import Attention, Dense, Experts, Layer, Norm
 from simplellm.model.ops import Ops
 
 FEW = 64  # tokens up to which NumPy computes
+# Of the sines by which the second half of a head, and the first, adds to the other one.
+SIGNS = np.array([[-1], [1]], np.float32)
 SMALL = 10**6  # multiplications up to which OpenBLAS copies nothing
 UNPACKED_BYTES = 2**30  # of experts in float32, up to which a model is small
 
@@ -95,7 +97,7 @@ def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
 def add_norm(
     residual: Tensor, update: Tensor | None, norm: Norm, eps: float
 ) -> tuple[Tensor, Tensor]:
-    if len(residual) > FEW or not isinstance(norm, Tensor):
+    if residual.shape[0] > FEW or not isinstance(norm, Tensor):
         return ops.add_norm(residual, update, norm, eps)
     x = residual.numpy()
     if update is not None:
@@ -107,20 +109,17 @@ def add_norm(
 
 
 def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    if len(x) > FEW or not isinstance(weight, Tensor):
+    if x.shape[0] > FEW or not isinstance(weight, Tensor):
         return linear(x, weight, bias)
     return torch.from_numpy(matmul(x.numpy(), weight, bias))
 
 
 def rotate_few(x: ndarray, cos: ndarray, sin: ndarray) -> None:
-    """Turn heads [T, N, D] in place; cos and sin [T, 1, D/2]."""
-    half = x.shape[2] // 2
-    first, second = x[..., :half], x[..., half:]
-    turned = first * cos
-    turned -= second * sin
-    second *= cos
-    second += first * sin
-    first[...] = turned
+    """Turn heads [T, N, D] in place; cos and sin [T, D/2]."""
+    halves = x.reshape(*x.shape[:2], 2, -1)  # shares its memory, as D is contiguous
+    turned = halves[:, :, ::-1] * (sin[:, None, None] * SIGNS)
+    halves *= cos[:, None, None]
+    halves += turned
 
 
 def rope_and_cache(
@@ -131,7 +130,7 @@ def rope_and_cache(
     values: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    if len(qkv) > FEW or attn.q_norm is not None:
+    if qkv.shape[0] > FEW or attn.q_norm is not None:
         return ops.rope_and_cache(qkv, attn, positions, keys, values, slots)
     kv_heads, dim = keys.shape[2:]
     x = qkv.numpy()
@@ -139,8 +138,7 @@ def rope_and_cache(
         x += attn.qkv_bias.numpy()
     x = x.reshape(len(x), -1, dim)  # [T, H + 2K, D]
     where = positions.numpy()
-    cos, sin = (table.numpy()[where][:, None] for table in (attn.cos, attn.sin))
-    rotate_few(x[:, :-kv_heads], cos, sin)
+    rotate_few(x[:, :-kv_heads], attn.cos.numpy()[where], attn.sin.numpy()[where])
     indices, rows = slots.numpy(), x
     if indices.min() < 0:  # padding
         real = indices >= 0
@@ -160,30 +158,33 @@ def attend(
     kv_heads = keys.shape[2]
     if group.queries > 1:
         return ops.attend(q, keys, values, group, sinks)
-    if group.decodes < len(q):  # one call for all tokens, where chunks take one each
+    count = q.shape[0]
+    if group.decodes < count:  # one call for all tokens, where chunks take one each
         group = group.by_token
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    scaled = q[: group.decodes].numpy() * np.float32(dim**-0.5)
+    scaled = q.numpy()[: group.decodes] * np.float32(dim**-0.5)
     scaled = scaled.reshape(-1, kv_heads, heads // kv_heads, dim)  # [n, K, G, D]
-    sink = -np.inf if sinks is None else sinks.numpy().reshape(kv_heads, -1, 1)
-    output = out.numpy().reshape(-1, kv_heads, heads // kv_heads, dim)
-    rows_of = [pages.numpy().reshape(-1, dim) for pages in (keys, values)]
-    every = np.arange(kv_heads)[:, None]
+    output = np.zeros((count, *scaled.shape[1:]), np.float32)
+    sink = None if sinks is None else sinks.numpy().reshape(kv_heads, -1, 1)
+    pages = [side.numpy().reshape(-1, kv_heads * dim) for side in (keys, values)]
     for rows, slots, masked in group.gather_plans:
-        each = slots[:, None] * kv_heads + every  # [n, K, S], rows of D numbers
-        k, v = (pages.take(each, 0) for pages in rows_of)  # [n, K, S, D]
-        weights = np.matmul(scaled[rows], k.swapaxes(2, 3))  # [n, K, G, S]
+        shape = *slots.shape, kv_heads, dim  # [n, S, K, D]
+        k, v = (side.take(slots, 0).reshape(shape) for side in pages)
+        weights = np.matmul(scaled[rows], k.transpose(0, 2, 3, 1))  # [n, K, G, S]
         if masked is not None:
             np.copyto(weights, -np.inf, where=masked[:, None, None])
-        top = np.maximum(weights.max(axis=3, keepdims=True), sink)
+        top = weights.max(axis=3, keepdims=True)
+        if sink is not None:
+            np.maximum(top, sink, out=top)
         weights -= top
         np.exp(weights, out=weights)
         total = weights.sum(axis=3, keepdims=True)
-        total += np.exp(sink - top)
-        mixed = np.matmul(weights, v)
+        if sink is not None:
+            total += np.exp(sink - top)
+        mixed = np.matmul(weights, v.swapaxes(1, 2))
         mixed /= total
         output[rows] = mixed
-    if group.decodes < len(q):
+    out = torch.from_numpy(output).view(count, heads, dim)
+    if group.decodes < count:
         ops.attend_chunks(q, keys, values, group, sinks, out)
     return out
 
@@ -238,8 +239,23 @@ def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     return torch.from_numpy(mixed)
 
 
+def dense(x: Tensor, mlp: Dense) -> Tensor:
+    if x.shape[0] > FEW or mlp.activation != "swiglu":
+        return family_rules.dense(x, mlp)
+    gate_up = project(x, mlp.gate_up, mlp.gate_up_bias).numpy()
+    size = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :size], gate_up[:, size:]
+    divisor = -gate
+    with np.errstate(over="ignore"):  # infinity makes the quotient 0, as it should be
+        np.exp(divisor, out=divisor)
+    divisor += 1
+    np.divide(gate, divisor, out=divisor)
+    divisor *= up
+    return project(torch.from_numpy(divisor), mlp.down, mlp.down_bias)
+
+
 def head(hidden: Tensor, weight: Weight, logits: Tensor) -> Tensor:
-    if len(hidden) > FEW or not isinstance(weight, Tensor):
+    if hidden.shape[0] > FEW or not isinstance(weight, Tensor):
         return ops.head(hidden, weight, logits)
     scores = logits.numpy()
     product(hidden.numpy(), weight.mT.numpy(), scores)
@@ -254,6 +270,7 @@ NUMPY = Ops(
     rope_and_cache=rope_and_cache,
     attend=attend,
     experts=experts,
+    dense=dense,
     head=head,
     prepare=prepare,
 )

@@ -363,7 +363,6 @@ def main_part(path: Path) -> str:
     return match[1]
 
 
-@pytest.mark.exhaustive
 def test_built_book_has_no_problem(book):
     assert check_html(book, FIXTURE / "pages") == []
 
