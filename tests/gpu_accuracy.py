@@ -9,7 +9,7 @@ from torch import Tensor
 
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
-from simplellm.model.offline_batch import PAGE, one_sequence
+from simplellm.model.one_sequence import PAGE, one_sequence
 
 LAYERS, TOKENS = 4, 1500
 

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.model.kernels.blocks import Dispatch
+from simplellm.model.kernels.blocks import ExpertBlocks
 from simplellm.model.kernels.fragments import repack
 from simplellm.model.kernels.routing import max_blocks
 from simplellm.model.layers import Experts
 
 
-def plain_dispatch(
+def plain_sort(
     ids: Tensor, experts: int, block: int, num_tokens: Tensor | None = None
-) -> Dispatch:
-    """`routing.dispatch`: the pairs sorted by expert, and its blocks."""
+) -> ExpertBlocks:
+    """`routing.sort_pairs`: the pairs sorted by expert, and its blocks."""
     ids = ids.long()
     if num_tokens is not None:
         padding = torch.arange(len(ids), device=ids.device) >= num_tokens
@@ -30,7 +30,7 @@ def plain_dispatch(
     ]
     entries += [(-1, 0)] * (max_blocks(len(flat), experts, block) - len(entries))
     blocks = torch.tensor(entries, dtype=torch.int32, device=ids.device).view(-1, 2)
-    return Dispatch(flat.argsort(stable=True).int(), offsets, blocks)
+    return ExpertBlocks(flat.argsort(stable=True).int(), offsets, blocks)
 
 
 def plain_products(x: Tensor, weight: MXFP4, bias: Tensor, ids: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from simplellm.checkpoint.families import family, granite, qwen2, smollm3
 from simplellm.model import (
     attention,
     build,
-    dispatch,
     family_rules,
     feed_forward,
     model,
+    moe,
     ops,
     other_families,
     rope,
@@ -165,7 +165,7 @@ MISTAKES = {
             other_families.gated, "gate, up = gate_up", "up, gate = gate_up"
         ),
         "the next expert's down": Mutation(
-            dispatch.experts, "mlp.down[local]", "mlp.down[local - 1]"
+            moe.experts, "mlp.down[local]", "mlp.down[local - 1]"
         ),
     },
     "Qwen3-MoE": {

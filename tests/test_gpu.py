@@ -18,7 +18,7 @@ from test_runner import PROMPTS, answers
 from simplellm import LLM, EngineConfig, RequestOutput, SamplingParams, load_model
 from simplellm.engine.graphs import bucket_sizes
 from simplellm.engine.runner import Runner
-from simplellm.model.kernels.fused import fused
+from simplellm.model.kernels.table import fused
 
 pytestmark = pytest.mark.gpu
 # A prompt found in the cache is computed in other parts, and rounded otherwise.

@@ -23,7 +23,7 @@ from client import Client, make_engine, random_prompt
 from simplellm import LLM, EngineConfig
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import bucket_sizes
-from simplellm.model.kernels import fused
+from simplellm.model.kernels import table
 from simplellm.model.model import Model
 
 pytestmark = pytest.mark.gpu
@@ -184,7 +184,7 @@ def answer(llm: LLM) -> str:
 def test_broken_compiler(caplog: pytest.LogCaptureFixture) -> None:
     """One of the kernels does not compile."""
     with (
-        mock.patch.object(fused, "add_norm", broken_norm),
+        mock.patch.object(table, "add_norm", broken_norm),
         LLM(config=EngineConfig(**SMALL)) as llm,
     ):
         sizes = [graph.size for graph in llm.engine_core.runner.captured]

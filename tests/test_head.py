@@ -35,7 +35,7 @@ from simplellm.engine.speculator import DRAFTERS
 from simplellm.model.eagle import with_taps
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
-from simplellm.model.offline_batch import PAGE, one_sequence
+from simplellm.model.one_sequence import PAGE, one_sequence
 
 GREEDY_PARAMS = SamplingParams(temperature=0, max_tokens=20)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from oracle_kernels import (
-    plain_dispatch,
     plain_products,
+    plain_sort,
     random_experts,
     random_weight,
     repacked,
@@ -100,7 +100,7 @@ def halves(device, tokens, tiling, dtype=torch.float32, seed=0):
     scores, ids = (odds + torch.tensor([0.5, 0, 0, -2, 0])).topk(mlp.top_k)
     x = torch.randn(tokens, HIDDEN, generator=generator).to(device, dtype)
     ids, scores = ids.int().to(device), scores.softmax(-1).to(device)
-    return mlp, x, ids, scores, plain_dispatch(ids, 5, tiling.tokens)
+    return mlp, x, ids, scores, plain_sort(ids, 5, tiling.tokens)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_pairs_of_other_tokens_do_not_matter(kernel_device, tiling):
     mlp = repacked(mlp)
 
     def result(rows: slice) -> torch.Tensor:
-        pairs = plain_dispatch(ids[rows], 5, tiling.tokens)
+        pairs = plain_sort(ids[rows], 5, tiling.tokens)
         hidden = gate_up(x[rows], mlp, pairs, tiling)
         return down(hidden, mlp, scores[rows], pairs, tiling)
 

@@ -121,7 +121,7 @@ def test_pairs_are_sorted_where_they_share_experts():
 )
 def test_few_experts_are_the_plain_ones(kernel_device, monkeypatch, kind, tokens):
     """Without a sort."""
-    monkeypatch.setattr(grouped, "dispatch", None)
+    monkeypatch.setattr(grouped, "sort_pairs", None)
     mlp = make_experts(kernel_device, kind, count=16, **TINY)
     x, num_tokens = tokens_for(mlp, tokens), number(tokens, kernel_device)
     found = experts(x, mlp, num_tokens).sum(1)

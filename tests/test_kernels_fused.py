@@ -10,7 +10,7 @@ from torch import Tensor
 from simplellm.checkpoint.formats import MXFP4_EXPERTS
 from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.model.batch import Batch
-from simplellm.model.kernels.fused import fused
+from simplellm.model.kernels.table import fused
 from simplellm.model.layers import Attention, Experts, Layer
 from simplellm.model.ops import PLAIN, Ops
 

@@ -16,9 +16,8 @@ from simplellm.checkpoint.names import tensor_names
 from simplellm.checkpoint.scaled import E4M3, Scaled, join
 from simplellm.model import family_rules, feed_forward, ops
 from simplellm.model.build import build
-from simplellm.model.kernels.blocks import Dispatch
+from simplellm.model.kernels.blocks import ExpertBlocks
 from simplellm.model.kernels.fragments import prepare
-from simplellm.model.kernels.fused import fused
 from simplellm.model.kernels.grouped import (
     GROUPINGS,
     Grouping,
@@ -26,7 +25,8 @@ from simplellm.model.kernels.grouped import (
     experts,
     multiply_groups,
 )
-from simplellm.model.kernels.routing import dispatch
+from simplellm.model.kernels.routing import sort_pairs
+from simplellm.model.kernels.table import fused
 from simplellm.model.layers import Attention, Experts, Layer
 
 exhaustive = pytest.mark.exhaustive
@@ -134,7 +134,7 @@ def test_experts_are_the_plain_ones(kernel_device, kind, normalized, tokens, inv
 
 
 def plain_half(
-    x: torch.Tensor, mlp: Experts, scores: torch.Tensor | None, order: Dispatch
+    x: torch.Tensor, mlp: Experts, scores: torch.Tensor | None, order: ExpertBlocks
 ) -> torch.Tensor:
     """What `multiply_groups` gives for those pairs that are no padding, else NaN."""
     size = mlp.down.shape[2] if scores is None else mlp.down.shape[1]
@@ -164,7 +164,7 @@ def plain_product(
     )
 
 
-def ends(order: Dispatch) -> tuple[list[int], list[int]]:
+def ends(order: ExpertBlocks) -> tuple[list[int], list[int]]:
     """Where each expert's pairs begin and end."""
     offsets = order.offsets.tolist()
     return offsets[:-1], offsets[1:]
@@ -172,7 +172,7 @@ def ends(order: Dispatch) -> tuple[list[int], list[int]]:
 
 def assert_halves(mlp: Experts, x, ids, scores, num_tokens, grouping: Grouping) -> None:
     """Both halves are the plain ones, and nothing is written for padding."""
-    pairs = dispatch(ids, len(mlp.router), grouping.tokens, num_tokens)
+    pairs = sort_pairs(ids, len(mlp.router), grouping.tokens, num_tokens)
     close = CLOSE[x.dtype] | dict(equal_nan=True)
     hidden = x.new_full((ids.numel(), mlp.down.shape[2]), torch.nan)
     multiply_groups(hidden, x, mlp.gate_up, None, pairs, mlp.top_k, grouping)

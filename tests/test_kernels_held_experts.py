@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_kernels import plain_dispatch, random_experts, repacked
+from oracle_kernels import plain_sort, random_experts, repacked
 from test_kernels_grouped import FORMATS, make_experts, number, tokens_for, tolerance
 from test_kernels_routing import some_ids
 
@@ -15,7 +15,7 @@ from simplellm.model import ops
 from simplellm.model.kernels import experts as packed
 from simplellm.model.kernels import grouped
 from simplellm.model.kernels.experts_one import OneTiling, experts_one
-from simplellm.model.kernels.routing import COMPARED, dispatch, route_tokens
+from simplellm.model.kernels.routing import COMPARED, route_tokens, sort_pairs
 from simplellm.model.layers import Experts
 
 exhaustive = pytest.mark.exhaustive
@@ -110,9 +110,9 @@ def test_choices_of_others_are_in_no_block(kernel_device: str, tokens: int) -> N
     num_tokens = number(max(1, tokens - 2), kernel_device)
     for experts in (5, 4):
         ids = ids.clamp(max=experts)
-        found = dispatch(ids, experts, 16, num_tokens, others=True)
+        found = sort_pairs(ids, experts, 16, num_tokens, others=True)
         for one, plain in zip(
-            found, plain_dispatch(ids, experts, 16, num_tokens), strict=True
+            found, plain_sort(ids, experts, 16, num_tokens), strict=True
         ):
             assert torch.equal(one, plain)
 

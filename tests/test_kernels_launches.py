@@ -33,8 +33,8 @@ from simplellm.engine.warmup import (
 from simplellm.model.build import build
 from simplellm.model.kernels import decode, fragments
 from simplellm.model.kernels.fragments import Fragments
-from simplellm.model.kernels.fused import fused
 from simplellm.model.kernels.launch import Launcher
+from simplellm.model.kernels.table import fused
 from simplellm.model.kv_pool import KVPool
 
 CPU = torch.device("cpu")

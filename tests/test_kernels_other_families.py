@@ -15,10 +15,10 @@ from torch import Tensor
 from simplellm.api.load import load_model
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.model import ops
-from simplellm.model.kernels.fused import fused
 from simplellm.model.kernels.norm import add_norm
 from simplellm.model.kernels.other_families import dense, multiply_gated
 from simplellm.model.kernels.rounding import RoundedNorm
+from simplellm.model.kernels.table import fused
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.layers import Dense, Layer, LayerNorm, SandwichNorm
 from simplellm.model.model import Model

@@ -1,16 +1,16 @@
-"""Routing and dispatch: the kernels against plain PyTorch."""
+"""Routing, and sorting pairs by expert: the kernels against plain PyTorch."""
 
 import pytest
 import torch
-from oracle_kernels import plain_dispatch
+from oracle_kernels import plain_sort
 
 from simplellm.model import feed_forward
 from simplellm.model.kernels.routing import (
     COMPARED,
     choose_experts,
-    dispatch,
     max_blocks,
     route_tokens,
+    sort_pairs,
 )
 from simplellm.model.other_families import route_among_all
 
@@ -41,7 +41,7 @@ def choose(logits, top_k, rows=1):
     return choose_experts(logits[:, None].contiguous(), None, top_k, rows)
 
 
-def assert_equal_dispatch(got, expected):
+def assert_equal_blocks(got, expected):
     for field, found, want in zip(got._fields, got, expected, strict=True):
         assert torch.equal(found, want), field
 
@@ -161,10 +161,10 @@ def test_a_token_is_routed_alike_among_any_number_of_others(kernel_device):
         (1200, 6, 4),
     ],
 )
-def test_dispatch_is_the_plain_one(kernel_device, tokens, experts, top_k, block):
+def test_sorted_pairs_are_the_plain_ones(kernel_device, tokens, experts, top_k, block):
     ids = some_ids(kernel_device, tokens, experts, top_k)
-    got = dispatch(ids, experts, block)
-    assert_equal_dispatch(got, plain_dispatch(ids, experts, block))
+    got = sort_pairs(ids, experts, block)
+    assert_equal_blocks(got, plain_sort(ids, experts, block))
 
 
 @pytest.mark.parametrize("top_k", [pytest.param(3, marks=exhaustive), 4])
@@ -179,11 +179,11 @@ def test_padding_has_no_expert(kernel_device, tokens, top_k, padding):
     num_tokens = torch.tensor(
         [tokens - padding], dtype=torch.int32, device=kernel_device
     )
-    got = dispatch(ids, 8, 16, num_tokens)
-    assert_equal_dispatch(got, plain_dispatch(ids, 8, 16, num_tokens))
+    got = sort_pairs(ids, 8, 16, num_tokens)
+    assert_equal_blocks(got, plain_sort(ids, 8, 16, num_tokens))
     if padding == tokens:  # there is nothing to sort alone
         return
-    alone = dispatch(ids[: tokens - padding], 8, 16)
+    alone = sort_pairs(ids[: tokens - padding], 8, 16)
     pairs = (tokens - padding) * top_k
     assert torch.equal(got.pairs[:pairs], alone.pairs)
     assert got.pairs[pairs:].tolist() == list(range(pairs, tokens * top_k))
@@ -198,8 +198,8 @@ def test_padding_of_many_pairs_has_no_expert(kernel_device):
     tokens = COMPARED // 4 + 100
     ids = some_ids(kernel_device, tokens, 8, 4)
     num_tokens = torch.tensor([tokens - 2], dtype=torch.int32, device=kernel_device)
-    got = dispatch(ids, 8, 16, num_tokens)
-    assert_equal_dispatch(got, plain_dispatch(ids, 8, 16, num_tokens))
+    got = sort_pairs(ids, 8, 16, num_tokens)
+    assert_equal_blocks(got, plain_sort(ids, 8, 16, num_tokens))
     assert got.pairs[-8:].tolist() == list(range(tokens * 4 - 8, tokens * 4))
 
 
@@ -207,7 +207,7 @@ def test_padding_of_many_pairs_has_no_expert(kernel_device):
 @pytest.mark.parametrize("expert", [0, 4, 6])
 def test_all_tokens_may_choose_one_expert(kernel_device, tokens, expert):
     ids = torch.full((tokens, 1), expert, dtype=torch.int32, device=kernel_device)
-    pairs, offsets, blocks = dispatch(ids, 7, 4)
+    pairs, offsets, blocks = sort_pairs(ids, 7, 4)
     assert pairs.tolist() == list(range(tokens))
     assert offsets.tolist() == [0] * (expert + 1) + [tokens] * (7 - expert)
     used = -(-tokens // 4)
@@ -219,7 +219,7 @@ def test_all_tokens_may_choose_one_expert(kernel_device, tokens, expert):
 def test_blocks_cover_each_position_once(kernel_device, tokens):
     """What an expert kernel relies on, whatever the order of the blocks."""
     ids = torch.arange(tokens * 2, dtype=torch.int32).view(-1, 2) * 7 % 11
-    _, offsets, blocks = dispatch(ids.to(kernel_device), 11, 8)
+    _, offsets, blocks = sort_pairs(ids.to(kernel_device), 11, 8)
     seen: list[int] = []
     for expert, first in blocks.tolist():
         if expert >= 0:

@@ -27,7 +27,7 @@ from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.model import memory
 from simplellm.model.layers import Experts, Layer
 from simplellm.model.model import CHUNK, Model
-from simplellm.model.offline_batch import check_tokens
+from simplellm.model.one_sequence import check_tokens
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import FEW, NUMPY
 

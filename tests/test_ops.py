@@ -21,7 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from simplellm.checkpoint.mxfp4 import MXFP4, quantize
-from simplellm.model import dispatch, family_rules, ops, ops_numpy, rope
+from simplellm.model import family_rules, moe, ops, ops_numpy, rope
 from simplellm.model.attention import QUERY_CHUNK, attention, visible
 from simplellm.model.batch import KVGroup
 from simplellm.model.feed_forward import route, swiglu
@@ -717,7 +717,7 @@ def test_experts_match_transformers(dtype, count, seed):
     mlp = oracle(seed).to(dtype)
     x = tokens(count, seed + 10).to(dtype)
     theirs, _ = mlp(x[None])
-    out = dispatch.experts(x, ours(mlp), LIVE)
+    out = moe.experts(x, ours(mlp), LIVE)
     assert out.dtype == dtype
     assert relative(out, theirs[0]) < MOE_TOLERANCE[dtype]
 
@@ -733,7 +733,7 @@ def test_packed_experts_match_transformers_on_their_values():
         theirs.data = mine.dequantize(torch.float32).transpose(1, 2)
     x = tokens(40)
     theirs, _ = mlp(x[None])
-    assert relative(dispatch.experts(x, weights, LIVE), theirs[0]) < 1e-5
+    assert relative(moe.experts(x, weights, LIVE), theirs[0]) < 1e-5
 
 
 def test_only_touched_experts_are_dequantized_one_at_a_time(monkeypatch):
@@ -747,7 +747,7 @@ def test_only_touched_experts_are_dequantized_one_at_a_time(monkeypatch):
     monkeypatch.setattr(MXFP4, "dequantize", count)
     chosen = [{3: 0.5, 9: 0.5}, {9: 0.5, 15: 0.5}, {3: 0.5, 15: 0.5}]
     x, weights = choosing(packed(ours(oracle())), chosen)
-    dispatch.experts(x, weights, LIVE)
+    moe.experts(x, weights, LIVE)
     assert dequantized == [(2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] * 3
 
 
@@ -771,7 +771,7 @@ def test_weights_apply_after_the_down_bias(table):
 
 
 def test_no_tokens():
-    assert dispatch.experts(tokens(0), ours(oracle()), LIVE).shape == (0, HIDDEN)
+    assert moe.experts(tokens(0), ours(oracle()), LIVE).shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize("table", [PLAIN, NUMPY], ids=lambda table: table.name)
@@ -793,12 +793,12 @@ def test_neighbors_change_nothing_at_all_when_rows_are_multiplied_alone(monkeypa
         rows = [route(row[None], *args) for row in x]
         return [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
-    monkeypatch.setattr(dispatch, "linear", row_by_row)
+    monkeypatch.setattr(moe, "linear", row_by_row)
     monkeypatch.setattr(family_rules, "route", routed_alone)
     x, weights = tokens(33), ours(oracle())
-    whole = dispatch.experts(x, weights, LIVE)
+    whole = moe.experts(x, weights, LIVE)
     for rows in ([5], [32, 0], [9, 8, 7, 6, 5]):
-        assert torch.equal(dispatch.experts(x[rows], weights, LIVE), whole[rows])
+        assert torch.equal(moe.experts(x[rows], weights, LIVE), whole[rows])
 
 
 # A network that every token goes through

@@ -23,7 +23,7 @@ from simplellm import load_model
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
-from simplellm.model.offline_batch import PAGE, one_sequence
+from simplellm.model.one_sequence import PAGE, one_sequence
 from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import NUMPY
 

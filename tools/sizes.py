@@ -17,7 +17,7 @@ PACKAGE = ROOT / "simplellm"
 SPINE = """
 api.load api.llm api.delivery api.reply base.request engine.engine engine.scheduler
 engine.request_queues engine.page_pool engine.page_manager model.kv_pool model.batch
-engine.runner model.model model.ops model.attention model.feed_forward model.dispatch
+engine.runner model.model model.ops model.attention model.feed_forward model.moe
 engine.sampler engine.stats
 """.split()
 Definition = ast.FunctionDef | ast.AsyncFunctionDef

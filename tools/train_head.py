@@ -61,7 +61,7 @@ from simplellm.model.eagle import as_model, with_taps
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.machine import find_device, name_of
 from simplellm.model.model import Model
-from simplellm.model.offline_batch import PAGE
+from simplellm.model.one_sequence import PAGE
 from simplellm.model.ops import rms_norm
 from simplellm.model.rotations import rotations
 

@@ -15,7 +15,7 @@ from simplellm.model.rope import rotate
 
 
 def every_expert(x, mlp, num_tokens):
-    """`dispatch.experts` with no choice: each of them sees each token."""
+    """`moe.experts` with no choice: each of them sees each token."""
     ids, weights = route(x, mlp.router, mlp.router_bias, mlp.top_k)
     gate_up = torch.einsum("th,eih->tei", x, mlp.gate_up) + mlp.gate_up_bias
     hidden = swiglu(gate_up, mlp.limit, mlp.alpha)  # [T, E, I]

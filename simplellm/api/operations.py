@@ -77,7 +77,7 @@ def fused_operations(
     model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> Ops:
     """The Triton kernels, each of which compiles or has a plain twin in its place."""
-    from simplellm.model.kernels.fused import fused  # where Triton is
+    from simplellm.model.kernels.table import fused  # where Triton is
 
     ops = fused(
         model,

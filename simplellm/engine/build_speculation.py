@@ -176,7 +176,7 @@ def head_proposer(
         rows = max(rows, MOST_VERIFIED)
     ops = ranks.operations_alone(model.ops)
     if ops.name == "Triton":
-        from simplellm.model.kernels.fused import attend_in
+        from simplellm.model.kernels.table import attend_in
 
         heads = form.num_attention_heads, form.num_key_value_heads, form.head_dim
         attend = attend_in(rows, *heads, model.device, config.batch_invariant)

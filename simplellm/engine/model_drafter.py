@@ -12,7 +12,7 @@ import torch
 from simplellm.engine.step_times import REPEATS
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import CHUNK, Model
-from simplellm.model.offline_batch import PAGE, one_sequence
+from simplellm.model.one_sequence import PAGE, one_sequence
 
 
 class ModelDrafter:

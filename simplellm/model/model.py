@@ -15,7 +15,7 @@ from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.layers import Layer, Norm
 from simplellm.model.memory import check_room, page_bytes
-from simplellm.model.offline_batch import PAGE, check_tokens, one_sequence
+from simplellm.model.one_sequence import PAGE, check_tokens, one_sequence
 from simplellm.model.ops import Ops
 
 CHUNK = 2048  # tokens of a sequence that `Model.logits` computes at once

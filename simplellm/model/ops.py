@@ -1,7 +1,7 @@
 """The operations of a forward pass in plain PyTorch: the reference, for any device.
 
 A table of operations (`Ops`) is what a model computes with. The functions here, in
-attention.py, dispatch.py and feed_forward.py are the plain table; `kernels.fused` has
+attention.py, moe.py and feed_forward.py are the plain table; `kernels.table` has
 the same names and signatures. Arithmetic within an operation is float32 where it
 decides the result, whatever the dtype of x. In what order a product adds up a row,
 PyTorch's library decides, by the number of rows and the processor: a token's numbers
@@ -24,7 +24,6 @@ from simplellm.base.noise import gumbel_noise
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.model.attention import attention, masked_attention
 from simplellm.model.batch import KVGroup
-from simplellm.model.dispatch import experts
 from simplellm.model.family_rules import dense
 from simplellm.model.feed_forward import linear
 from simplellm.model.layers import (
@@ -36,6 +35,7 @@ from simplellm.model.layers import (
     Norm,
     SandwichNorm,
 )
+from simplellm.model.moe import experts
 from simplellm.model.other_families import layer_norm
 from simplellm.model.rope import rotate
 from simplellm.sampling.filters import Filters, filter_tokens

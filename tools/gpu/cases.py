@@ -25,8 +25,8 @@ from simplellm.model.batch import KVGroup
 from simplellm.model.build import build
 from simplellm.model.feed_forward import route
 from simplellm.model.kernels.fragments import Fragments, unpack
-from simplellm.model.kernels.fused import fused
 from simplellm.model.kernels.other_families import plainly
+from simplellm.model.kernels.table import fused
 from simplellm.model.layers import Attention, Experts, Layer
 from simplellm.model.memory import weight_bytes
 from simplellm.model.model import Model

@@ -44,9 +44,9 @@ from simplellm.model.batch import KVGroup
 from simplellm.model.kernels import experts, grouped, linear, prefill
 from simplellm.model.kernels.compiling import compile_in_threads
 from simplellm.model.kernels.experts import Tiling
-from simplellm.model.kernels.fused import fused
 from simplellm.model.kernels.linear import Dot
 from simplellm.model.kernels.prefill import PrefillTiles
+from simplellm.model.kernels.table import fused
 from simplellm.model.layers import Experts
 from simplellm.model.model import Model
 

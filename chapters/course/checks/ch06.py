@@ -10,7 +10,7 @@ from simplellm.base.config import ModelConfig
 from simplellm.checkpoint.names import NAMES
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.layers import Attention, Dense, Experts, Layer
-from simplellm.model.offline_batch import PAGE, one_sequence
+from simplellm.model.one_sequence import PAGE, one_sequence
 from simplellm.model.ops import PLAIN
 
 EPS = 1e-5

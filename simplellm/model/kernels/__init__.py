@@ -4,7 +4,7 @@ A module holds kernels and their launchers, which check nothing. What an operati
 computes is said by the function of the same name in `simplellm.model.ops`; `fused`
 puts them together in a table of operations.
 
-- `fused.py` the table, `launch.py` starting kernels, `compiling.py` compiling them side
+- `table.py` the table, `launch.py` starting kernels, `compiling.py` compiling them side
   by side at load, `argmax_keys.py` numbers with their indices as one int64.
 - `norm.py`, `rope.py`, `linear.py`, `head.py`: the small parts of a layer and the head;
   `other_families.py` and `gated.py` what other families need besides.

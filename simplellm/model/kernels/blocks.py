@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Dispatch(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """The n pairs in order of their experts, and blocks of pairs of one expert.
 
     Pairs of padding, and those whose expert is E, of another rank, come last, after
@@ -22,7 +22,7 @@ class Dispatch(NamedTuple):
     blocks: Tensor  # int32 [blocks, 2], expert and first position; -1, 0 if empty
 
     @classmethod
-    def empty(cls, ids: Tensor, experts: int, num_blocks: int) -> "Dispatch":
+    def empty(cls, ids: Tensor, experts: int, num_blocks: int) -> "ExpertBlocks":
         """Room for the pairs of ``ids`` int32 [T, k]."""
         pairs, offsets = ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
         return cls(pairs, offsets, ids.new_empty(num_blocks, 2))

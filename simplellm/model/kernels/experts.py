@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.model.kernels.blocks import Dispatch, nearest
+from simplellm.model.kernels.blocks import ExpertBlocks, nearest
 from simplellm.model.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.model.kernels.fragments import (
     UNSHIFT,
@@ -28,7 +28,7 @@ from simplellm.model.kernels.fragments import (
     decode_weights,
 )
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
-from simplellm.model.kernels.routing import dispatch, room, route_tokens
+from simplellm.model.kernels.routing import room, route_tokens, sort_pairs
 from simplellm.model.layers import Experts
 
 
@@ -229,7 +229,7 @@ class Tiling(NamedTuple):
     """How a kernel divides its work. Sums are in ascending order of columns."""
 
     rows: int  # of weights a program
-    tokens: int  # of a block, `dispatch`'s ``block``
+    tokens: int  # of a block, `sort_pairs`'s ``block``
     widths: int = 1  # sizes that a block is padded to: tokens, tokens / 2, …
     unroll: int = 1  # tiles of 64 columns between waits for the weights
     stages: int = 4  # of loads under way
@@ -284,20 +284,20 @@ def experts_launcher(tiling: Tiling, half: ExpertSizes) -> Launcher:
     )
 
 
-def gate_up(x: Tensor, mlp: Experts, dispatch: Dispatch, tiling: Tiling) -> Tensor:
+def gate_up(x: Tensor, mlp: Experts, order: ExpertBlocks, tiling: Tiling) -> Tensor:
     """The activations of every pair: the first half of its expert's network.
 
-    x [T, hidden] -> [n, I] in x's dtype, in the order of ``dispatch``, whose blocks
+    x [T, hidden] -> [n, I] in x's dtype, in this ``order``, whose blocks
     have tiling.tokens pairs. Padding's are not written.
     """
     weight = cast(Fragments, mlp.gate_up)
-    out = x.new_empty(dispatch.pairs.shape[0], weight.shape[1] // 2)
-    multiply_pairs(out, x, weight, mlp.gate_up_bias, None, mlp, dispatch, tiling)
+    out = x.new_empty(order.pairs.shape[0], weight.shape[1] // 2)
+    multiply_pairs(out, x, weight, mlp.gate_up_bias, None, mlp, order, tiling)
     return out
 
 
 def down(
-    hidden: Tensor, mlp: Experts, scores: Tensor, dispatch: Dispatch, tiling: Tiling
+    hidden: Tensor, mlp: Experts, scores: Tensor, order: ExpertBlocks, tiling: Tiling
 ) -> Tensor:
     """What each expert adds to each token: the other half, times the router's score.
 
@@ -307,7 +307,7 @@ def down(
     """
     weight = cast(Fragments, mlp.down)
     out = room(mlp, hidden, *scores.shape, weight.shape[1])
-    multiply_pairs(out, hidden, weight, mlp.down_bias, scores, mlp, dispatch, tiling)
+    multiply_pairs(out, hidden, weight, mlp.down_bias, scores, mlp, order, tiling)
     return out
 
 
@@ -318,15 +318,15 @@ def multiply_pairs(
     bias: Tensor | None,
     scores: Tensor | None,
     mlp: Experts,
-    dispatch: Dispatch,
+    order: ExpertBlocks,
     tiling: Tiling,
 ) -> None:
     """One half of the experts: fill ``out``, interleaved if ``weight`` is."""
     ptx = x.is_cuda and x.dtype == torch.bfloat16
     start = experts_launcher(tiling, ExpertSizes.of(weight, mlp, ptx))
     start(
-        (-(-weight.shape[1] // tiling.rows), dispatch.blocks.shape[0], 1),
-        *(x, weight.words, weight.scales, bias, scores, *dispatch, out),
+        (-(-weight.shape[1] // tiling.rows), order.blocks.shape[0], 1),
+        *(x, weight.words, weight.scales, bias, scores, *order, out),
     )
 
 
@@ -346,6 +346,6 @@ def experts(
     router = mlp.router, mlp.router_bias, mlp.top_k
     ids, scores = route_tokens(x, *router, batch_invariant, mlp.normalized, held)
     others = len(held) < count
-    pairs = dispatch(ids, len(held), first.tokens, num_tokens, others)
+    pairs = sort_pairs(ids, len(held), first.tokens, num_tokens, others)
     hidden = gate_up(x, mlp, pairs, first)
     return down(hidden, mlp, scores, pairs, second)

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import Scaled
-from simplellm.model.kernels.blocks import Dispatch, nearest
+from simplellm.model.kernels.blocks import ExpertBlocks, nearest
 from simplellm.model.kernels.gated import apply_gate, gate_and_up_rows
 from simplellm.model.kernels.grouped_few import are_few, experts_few
 from simplellm.model.kernels.launch import Launcher, launcher
 from simplellm.model.kernels.linear import dot_tile
 from simplellm.model.kernels.rounding import round_rows
-from simplellm.model.kernels.routing import dispatch, room, route_tokens
+from simplellm.model.kernels.routing import room, route_tokens, sort_pairs
 from simplellm.model.layers import Experts
 
 
@@ -145,7 +145,7 @@ class Grouping(NamedTuple):
     """How the kernel divides its work. Sums are in ascending order of columns."""
 
     rows: int  # of weights a program
-    tokens: int  # of a block, `dispatch`'s ``block``
+    tokens: int  # of a block, `sort_pairs`'s ``block``
     warps: int
     stages: int  # of loads under way
     widths: int = 1  # sizes that a block is padded to: tokens, tokens / 2, …
@@ -211,16 +211,15 @@ def multiply_groups(
     x: Tensor,
     weight: Weight,
     scores: Tensor | None,
-    order: Dispatch,
+    order: ExpertBlocks,
     top_k: int,
     grouping: Grouping,
 ) -> None:
     """One half of the experts: fill ``out``.
 
-    The first one without ``scores``: x [T, hidden] -> [n, I], in this ``order``. The
-    blocks of a `Dispatch` have grouping.tokens pairs. The other one with ``scores``
-    [T, k]: x [n, I], from the first, launched just before -> [T, k, hidden]. Padding's
-    are not written.
+    The first one without ``scores``: x [T, hidden] -> [n, I], in this ``order``, whose
+    blocks have grouping.tokens pairs. The other one with ``scores`` [T, k]: x [n, I],
+    from the first, launched just before -> [T, k, hidden]. Padding's are not written.
     """
     values, scales, x_scales = weight, None, None
     tile, shape = (1, 0), tuple(weight.shape)
@@ -259,7 +258,7 @@ def experts(
         return experts_few(x, mlp, ids, scores, num_tokens, out)
     scaled = isinstance(mlp.gate_up, Scaled)
     grouping = choose_grouping(x.shape[0], count, top_k, scaled)
-    order = dispatch(ids, len(held), grouping.tokens, num_tokens, len(held) < count)
+    order = sort_pairs(ids, len(held), grouping.tokens, num_tokens, len(held) < count)
     hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
     multiply_groups(hidden, x, mlp.gate_up, None, order, top_k, grouping)
     multiply_groups(out, hidden, mlp.down, scores, order, top_k, grouping)

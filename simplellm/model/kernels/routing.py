@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.kernels.argmax_keys import LOWEST, index_of, ordered
-from simplellm.model.kernels.blocks import Dispatch, count_pairs, write_blocks
+from simplellm.model.kernels.blocks import ExpertBlocks, count_pairs, write_blocks
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.linear import project_exactly
 from simplellm.model.kernels.sorting import VARYING, max_blocks, sort_small_kernel
@@ -278,13 +278,13 @@ def sort_plan(
     return SortPlan(num_blocks, grid, None, small)
 
 
-def dispatch(
+def sort_pairs(
     ids: Tensor,
     experts: int,
     block: int,
     num_tokens: Tensor | None = None,
     others: bool = False,
-) -> Dispatch:
+) -> ExpertBlocks:
     """Sort the pairs of ``ids`` int32 [T, k] by expert, in blocks of ``block``.
 
     The sort is stable: an expert's pairs stay in order. ``block`` is a power of two.
@@ -295,7 +295,7 @@ def dispatch(
     """
     n, top_k = ids.numel(), ids.shape[1]
     num_blocks, grid, counter, scatter = sort_plan(n, top_k, experts, block, others)
-    result = Dispatch.empty(ids, experts, num_blocks)
+    result = ExpertBlocks.empty(ids, experts, num_blocks)
     outputs = *result, num_tokens, n, num_blocks
     if counter is None:
         scatter(grid, ids, *outputs)

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.model import dispatch, feed_forward
+from simplellm.model import feed_forward, moe
 from simplellm.model.feed_forward import linear
 from simplellm.model.memory import count_parameters
 from wrong import wrong
@@ -87,12 +87,12 @@ def decodes_everything(x, mlp, num_tokens):
             gate_up=mlp.gate_up.dequantize(x.dtype),
             down=mlp.down.dequantize(x.dtype),
         )
-    return dispatch.experts(x, mlp, num_tokens)
+    return moe.experts(x, mlp, num_tokens)
 
 
 @wrong("experts", "runs once")
 def token_by_token(x, mlp, num_tokens):
-    return torch.cat([dispatch.experts(row[None], mlp, num_tokens) for row in x])
+    return torch.cat([moe.experts(row[None], mlp, num_tokens) for row in x])
 
 
 @wrong("experts", "matrix products")
@@ -115,15 +115,15 @@ def token_by_token_decoded_once(x, mlp, num_tokens):
 
 @wrong("experts", "output is bfloat16")
 def sums_in_float32(x, mlp, num_tokens):
-    return dispatch.experts(x, mlp, num_tokens).float()
+    return moe.experts(x, mlp, num_tokens).float()
 
 
 @wrong("experts", "like x")
 def sums_of_another_dtype(x, mlp, num_tokens):
     if x.dtype == torch.float32:
-        return dispatch.experts(x, mlp, num_tokens)
+        return moe.experts(x, mlp, num_tokens)
     out = torch.zeros(x.shape)
-    return out.index_add_(0, torch.arange(len(x)), dispatch.experts(x, mlp, num_tokens))
+    return out.index_add_(0, torch.arange(len(x)), moe.experts(x, mlp, num_tokens))
 
 
 @wrong("experts", "its number // k")
@@ -159,7 +159,7 @@ def late_bias(x, mlp):
 @wrong("experts", "before the router's weight")
 def bias_after_the_weight(x, mlp, num_tokens):
     if mlp.down_bias is None:
-        return dispatch.experts(x, mlp, num_tokens)
+        return moe.experts(x, mlp, num_tokens)
     return late_bias(x, mlp)
 
 
