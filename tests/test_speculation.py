@@ -24,7 +24,11 @@ from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.head_drafter import HeadDrafter
 from simplellm.engine.speculator import Speculator
 from simplellm.engine.stats import Stats
-from simplellm.engine.suffix import INDEXED_AT_ONCE, SuffixAutomaton, SuffixDrafter
+from simplellm.engine.suffix_drafter import (
+    INDEXED_AT_ONCE,
+    SuffixAutomaton,
+    SuffixDrafter,
+)
 from simplellm.server.http import live
 
 TIMES = [

@@ -29,8 +29,8 @@ from simplellm.api.load import load_engine
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.engine import graphs
 from simplellm.engine import start_ranks as start_module
-from simplellm.engine.data_ranks import DataLeader
-from simplellm.engine.data_runner import RemoteRunner
+from simplellm.engine.data_parallel_ranks import DataLeader
+from simplellm.engine.data_parallel_runner import RemoteRunner
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import QUERIES
 from simplellm.engine.ranks import Leader, Link, TensorLeader

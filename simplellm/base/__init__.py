@@ -6,6 +6,6 @@ all of the package uses. `sampling_params.py` is what a request may ask for,
 tell of it, `event_queue.py` what these leave through, `draft_position.py` where else a
 step samples for it, `grammar.py` what its text must follow. `files.py` is how all read
 a checkpoint's small files and map its large ones. `noise.py` has random numbers as a
-function, `placement.py` says which of several engines or ranks gets a prompt,
-`transfer.py` brings numbers to the device and back.
+function, `replica_choice.py` says which of several engines or ranks gets a prompt,
+`host_memory.py` has the host's memory and brings numbers to the device and back.
 """

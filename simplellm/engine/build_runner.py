@@ -5,9 +5,9 @@ from typing import Any
 
 from simplellm.base.config import MAX_SIZE, EngineConfig
 from simplellm.engine.build_speculation import build_speculative_schedulers
-from simplellm.engine.data_ranks import DataLeader
-from simplellm.engine.data_runner import DataParallelRunner
-from simplellm.engine.data_scheduler import DataParallelScheduler
+from simplellm.engine.data_parallel_ranks import DataLeader
+from simplellm.engine.data_parallel_runner import DataParallelRunner
+from simplellm.engine.data_parallel_scheduler import DataParallelScheduler
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import Ranks
 from simplellm.engine.runner import Runner

@@ -23,7 +23,7 @@ from simplellm.engine.runner import Runner
 from simplellm.engine.speculative_scheduler import SpeculativeScheduler
 from simplellm.engine.speculator import DRAFTERS, LONGEST_DRAFT, Speculator
 from simplellm.engine.step_times import time_steps
-from simplellm.engine.suffix import SuffixDrafter
+from simplellm.engine.suffix_drafter import SuffixDrafter
 from simplellm.model.eagle import build_head
 from simplellm.model.host_pages import host_pages
 from simplellm.model.model import Model

@@ -19,7 +19,7 @@ from simplellm.base.event_queue import EventQueue
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import EngineBase, failure
-from simplellm.engine.data_scheduler import DataParallelScheduler
+from simplellm.engine.data_parallel_scheduler import DataParallelScheduler
 from simplellm.engine.launch_timer import LaunchTimer
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from simplellm.base.draft_position import SamplePosition
+from simplellm.base.host_memory import pinned, upload
 from simplellm.base.request import UNKNOWN, Request
-from simplellm.base.transfer import pinned, upload
 from simplellm.engine.draft_chunks import PlaceholderChunk, has_drafts, num_drafts
 from simplellm.engine.graphs import (
     MOST_VERIFIED,

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from simplellm.base.config import EngineConfig, ModelConfig
 from simplellm.base.grammar import GrammarError
+from simplellm.base.host_memory import pinned
 from simplellm.base.request import EngineError
-from simplellm.base.transfer import pinned
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.sharding import Shard, ShardedSource
 from simplellm.checkpoint.source import Source

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simplellm.base.config import EngineConfig
 from simplellm.base.draft_position import SamplePosition, output_lengths
-from simplellm.base.transfer import fetch, pinned, upload
+from simplellm.base.host_memory import fetch, pinned, upload
 from simplellm.engine.block_tables import BlockTables
 from simplellm.engine.draft_chunks import has_drafts, num_drafts, step_positions
 from simplellm.engine.graphs import (

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import MAX_SIZE
+from simplellm.base.host_memory import upload
 from simplellm.base.sampling_params import SamplingParams
-from simplellm.base.transfer import upload
 from simplellm.model.ops import Ops
 from simplellm.sampling.filters import Filters
 from simplellm.sampling.masks import Mask, apply_mask

@@ -24,7 +24,7 @@ from simplellm.engine.draft_budget import (
     StepCosts,
 )
 from simplellm.engine.drafts import acceptance, choose_counts
-from simplellm.engine.suffix import SuffixDrafter
+from simplellm.engine.suffix_drafter import SuffixDrafter
 
 LONGEST_DRAFT = 16  # tokens, where the number is chosen
 TIMED_BACKOFF_STEPS = 4  # the last ones of a backoff, in which steps are timed again

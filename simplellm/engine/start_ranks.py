@@ -13,7 +13,7 @@ from simplellm.checkpoint.sharding import (
     check_experts,
     check_shards,
 )
-from simplellm.engine.data_ranks import DataFollower, DataLeader
+from simplellm.engine.data_parallel_ranks import DataFollower, DataLeader
 from simplellm.engine.ranks import (
     ALONE,
     Follower,

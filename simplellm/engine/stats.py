@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from simplellm.base.request import Request
 
 if TYPE_CHECKING:  # it brings PyTorch, and whoever reads statistics may lack that
-    from simplellm.engine.data_scheduler import DataParallelScheduler
+    from simplellm.engine.data_parallel_scheduler import DataParallelScheduler
     from simplellm.engine.scheduler import Scheduler
 
 

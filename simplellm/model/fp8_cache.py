@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
-from simplellm.base.transfer import zeros
+from simplellm.base.host_memory import zeros
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.memory import page_bytes, sliding_groups
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from simplellm.base.transfer import pinned
+from simplellm.base.host_memory import pinned
 
 PIECE = 2**30  # bytes
 

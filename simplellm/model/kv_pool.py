@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import ModelConfig
-from simplellm.base.transfer import zeros
+from simplellm.base.host_memory import zeros
 
 
 class KVPool:

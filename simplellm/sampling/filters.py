@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from simplellm.base.host_memory import upload
 from simplellm.base.sampling_params import SamplingParams
-from simplellm.base.transfer import upload
 
 # Scores are compared by how many of these steps they lie below the best one: those in
 # the same step tie. The last step is 64 below: a token there has no chance to be drawn.

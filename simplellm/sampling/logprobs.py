@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from simplellm.base.host_memory import upload
 from simplellm.base.request import Request, TokenLogprobs
-from simplellm.base.transfer import upload
 
 ROWS = 128  # of a prompt whose logits are there at a time
 

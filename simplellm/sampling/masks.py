@@ -15,8 +15,8 @@ from torch import Tensor
 
 from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.grammar import BitmaskFiller, GrammarState
+from simplellm.base.host_memory import pinned, upload
 from simplellm.base.request import Request
-from simplellm.base.transfer import pinned, upload
 from simplellm.sampling.allowed_tokens import CLOSE_AT, AllowedTokens
 
 # Rows of a step in which a request may append several forced tokens. In larger ones the

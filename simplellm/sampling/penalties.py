@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.draft_position import DraftPosition, SamplePosition
-from simplellm.base.transfer import upload
+from simplellm.base.host_memory import upload
 
 
 class TokenCounts:

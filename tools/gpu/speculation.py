@@ -54,7 +54,7 @@ from simplellm.engine.draft_budget import DraftBackoff, Overhead, StepCosts
 from simplellm.engine.engine import Engine
 from simplellm.engine.speculative_scheduler import SpeculativeScheduler
 from simplellm.engine.speculator import LONGEST_DRAFT, Speculator
-from simplellm.engine.suffix import SuffixDrafter
+from simplellm.engine.suffix_drafter import SuffixDrafter
 from simplellm.model.machine import find_device, find_dtype
 
 DRAFTS = 3

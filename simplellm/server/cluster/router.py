@@ -6,7 +6,7 @@ from zlib import crc32
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from simplellm.base.placement import rank_replicas
+from simplellm.base.replica_choice import rank_replicas
 
 
 @dataclass(frozen=True)

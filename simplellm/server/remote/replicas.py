@@ -19,7 +19,7 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from simplellm.base.grammar import Grammar
-from simplellm.base.placement import rank_replicas
+from simplellm.base.replica_choice import rank_replicas
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import EngineBase
 from simplellm.engine.snapshot import Snapshot, join_pages

@@ -1,4 +1,4 @@
-"""Numbers on their way to the device and back, while the host does something else."""
+"""The host's memory, and copies between it and the device that nobody waits for."""
 
 import math
 from collections.abc import Sequence

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig, ModelConfig
+from simplellm.base.host_memory import fetch
 from simplellm.base.request import EngineError
-from simplellm.base.transfer import fetch
 from simplellm.checkpoint.sharding import Shard, ShardedSource
 from simplellm.checkpoint.source import Source
 from simplellm.engine.ranks import (

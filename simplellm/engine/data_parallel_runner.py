@@ -8,7 +8,7 @@ from torch import Tensor
 from simplellm.base.config import EngineConfig
 from simplellm.base.draft_position import SamplePosition
 from simplellm.base.grammar import GrammarError
-from simplellm.engine.data_ranks import DataLeader, RemoteRank
+from simplellm.engine.data_parallel_ranks import DataLeader, RemoteRank
 from simplellm.engine.draft_chunks import has_drafts, step_positions
 from simplellm.engine.graphs import Agreed, CapturedGraph, CaptureShape
 from simplellm.engine.page_manager import PageManager

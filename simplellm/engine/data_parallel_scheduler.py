@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from simplellm.base.placement import rank_replicas
+from simplellm.base.replica_choice import rank_replicas
 from simplellm.base.request import Request
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.request_queues import check_waiting
