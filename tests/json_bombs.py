@@ -20,8 +20,8 @@ from more_bombs import SCHEMAS, TEXTS
 import simplellm
 from simplellm.base.grammar import GrammarError, GrammarState
 from simplellm.base.sampling_params import StructuredOutputs
+from simplellm.structured.compiler import Grammars
 from simplellm.structured.rules import output_rules, rules_text, schema_rules
-from simplellm.structured.vocabulary import Grammars
 from simplellm.text.tokenizer import Tokenizer
 
 MEMORY = 4 << 30  # bytes of addresses the process may have

@@ -18,8 +18,8 @@ from typing import Any
 
 from models import CONFIG, TOKENIZER
 
+from simplellm.structured.compiler import Grammars
 from simplellm.structured.rules import rules_text, schema_rules
-from simplellm.structured.vocabulary import Grammars
 from simplellm.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -23,8 +23,8 @@ from test_structured import ADD, CITY, FIND, FORMAT, FREE, RESULT, SCHEMAS
 from simplellm import LLM, StructuredOutputs, Tool
 from simplellm.api.chat_options import as_format, turn_constraint
 from simplellm.base.grammar import BitmaskFiller, GrammarError, GrammarState
+from simplellm.structured.compiler import Grammars
 from simplellm.structured.rules import rules_text
-from simplellm.structured.vocabulary import Grammars
 from simplellm.text.harmony import ToolCall
 
 pytest.importorskip("llguidance")

@@ -29,8 +29,9 @@ from simplellm.base.grammar import BitmaskFiller, Grammar, GrammarError, llguida
 from simplellm.base.request import EngineError, Request
 from simplellm.base.request_spec import RequestSpec
 from simplellm.engine.scheduler import ScheduledChunk
+from simplellm.structured.compiler import QUICK, Grammars
 from simplellm.structured.rules import rules_text, schema_rules
-from simplellm.structured.vocabulary import MOST_FORCED, QUICK, Grammars
+from simplellm.structured.vocabulary import MOST_FORCED
 from simplellm.text.dialects.dialect import HARMONY
 from simplellm.text.tokenizer import Tokenizer
 
@@ -388,8 +389,8 @@ def test_walks_of_a_grammar_have_several_lexers(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, quick: float, lexers: int
 ) -> None:
     """If it is compiled quickly. Each of them leaves the same."""
-    monkeypatch.setattr("simplellm.structured.vocabulary.MOST_LEXERS", 3)
-    monkeypatch.setattr("simplellm.structured.vocabulary.QUICK", quick)
+    monkeypatch.setattr("simplellm.structured.compiler.MOST_LEXERS", 3)
+    monkeypatch.setattr("simplellm.structured.compiler.QUICK", quick)
     grammar = grammars.compile(PAIRS)
     assert 1 + len(grammar.others) == lexers
     states = [grammar.start(number) for number in range(5)]
@@ -412,8 +413,8 @@ def test_a_busy_engine_leaves_a_grammar_its_lexers(
         return library.LLMatcher(*arguments, **options)
 
     busy = SimpleNamespace(LLParserLimits=library.LLParserLimits, LLMatcher=waiting)
-    monkeypatch.setattr("simplellm.structured.vocabulary.llguidance", lambda: busy)
-    monkeypatch.setattr("simplellm.structured.vocabulary.MOST_LEXERS", 3)
+    monkeypatch.setattr("simplellm.structured.compiler.llguidance", lambda: busy)
+    monkeypatch.setattr("simplellm.structured.compiler.MOST_LEXERS", 3)
     assert 1 + len(grammars.compile(PAIRS).others) == 3
 
 

@@ -10,8 +10,8 @@ from simplellm.api.chat_options import Constraint
 from simplellm.base.config import ParameterError, expect
 from simplellm.base.grammar import Grammar, GrammarError
 from simplellm.base.sampling_params import StructuredOutputs
+from simplellm.structured.compiler import Grammars, refusal
 from simplellm.structured.rules import WHERE, rules_text
-from simplellm.structured.vocabulary import Grammars, refusal
 from simplellm.text.tokenizer import Tokenizer
 
 # What the samples of a call must fit, given its structured_outputs.
