@@ -152,8 +152,8 @@ class Run:
             assert chunk.samples == (chunk.start + chunk.length == len(request.tokens))
             assert UNKNOWN not in request.tokens[:-1]
         for queue in (scheduler.waiting, scheduler.running):
-            ranks = [request.rank for request in queue]
-            assert ranks == sorted(ranks)
+            keys = [request.queue_key for request in queue]
+            assert keys == sorted(keys)
         assert all(request.num_computed_tokens == 0 for request in scheduler.waiting)
         check_integrity(self.manager)
 

@@ -873,7 +873,7 @@ def test_bodies_are_refused_on_purpose(
 
 def test_the_document_is_true_of_responses(strict: Served) -> None:
     document = strict.client.get("/openapi.json").json()
-    schema = document["components"]["schemas"]["ResponseBody"]
+    schema = document["components"]["schemas"]["ResponsesBody"]
     assert schema["required"] == ["input"]
     for name in schema["properties"]:
         body = {"input": "x", "max_output_tokens": 1, name: None}

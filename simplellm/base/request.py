@@ -63,7 +63,7 @@ class Request:
     request_id: int = -1  # given by who submits it
 
     # What the scheduler writes down.
-    rank: tuple[int, ...] = ()  # its place in line: the least goes first
+    queue_key: tuple[int, ...] = ()  # its place in line: the least goes first
     num_computed_tokens: int = 0  # tokens that the cache holds
     num_cached_tokens: int | None = None  # of the prompt, when it was first scheduled
     first_scheduled_time: float | None = None  # by time.monotonic()

@@ -101,7 +101,7 @@ class Ranks:
         """Inside of this a rank loads; if that fails, all ranks end."""
         yield
 
-    def forward(
+    def send_forward(
         self,
         flat: Tensor,
         shape: Sequence[int],
@@ -112,7 +112,7 @@ class Ranks:
     ) -> None:
         """Let the others compute a step, too: their part in `Runner.compute`."""
 
-    def sample(
+    def send_sample(
         self,
         count: int,
         columns: SamplingTensors,
@@ -257,7 +257,7 @@ class StepSender(Ranks):
         """Send a message: what to do, and with which tensors."""
         raise NotImplementedError
 
-    def forward(
+    def send_forward(
         self,
         flat: Tensor,
         shape: Sequence[int],
@@ -272,7 +272,7 @@ class StepSender(Ranks):
         sent = None if step["span"] else flat
         self.send_call("forward", [sent, *(t.tokens for t in targets)], **step)
 
-    def sample(
+    def send_sample(
         self,
         count: int,
         columns: SamplingTensors,
@@ -302,7 +302,10 @@ class StepSender(Ranks):
 
 
 class Leader(ParallelRank):
-    """Rank 0, which starts the others. ``options`` are those of `follow` below."""
+    """Rank 0, which starts the others.
+
+    ``options`` are the arguments of `follow` in api/follower.py that all have alike.
+    """
 
     def __init__(
         self, size: int, options: Mapping[str, Any], device: torch.device
@@ -711,7 +714,7 @@ class TensorFollower(Follower, TensorParallel):
 def sampling_tensors(
     tensors: Sequence[Any], message: Mapping[str, Any]
 ) -> SamplingTensors:
-    """The columns of `Leader.sample`."""
+    """The columns that `StepSender.send_sample` has sent."""
     seeds, temperature, full_rows, *bias = tensors[:6]
     filters = tensors[6:]
     return SamplingTensors(

@@ -13,12 +13,12 @@ from operator import attrgetter
 from simplellm.base.request import QueueFullError, Request
 from simplellm.engine.page_manager import PageManager
 
-by_rank = attrgetter("rank")
+by_queue_key = attrgetter("queue_key")
 
 
 def discard(queue: list[Request], request: Request) -> bool:
-    """Take ``request`` out of a queue sorted by rank; False if it is not in it."""
-    index = bisect_left(queue, request.rank, key=by_rank)
+    """Take ``request`` out of a queue sorted by queue_key; False if it is not in it."""
+    index = bisect_left(queue, request.queue_key, key=by_queue_key)
     queued = index < len(queue) and queue[index] is request
     if queued:
         del queue[index]
@@ -36,7 +36,7 @@ def check_waiting(number: int, most: int) -> None:
 
 @dataclass(eq=False)
 class RequestQueues:
-    """All requests that have not ended, in the order of their ranks."""
+    """All requests that have not ended, in queues sorted by `Request.queue_key`."""
 
     manager: PageManager
     _: KW_ONLY
@@ -50,7 +50,7 @@ class RequestQueues:
 
     def __post_init__(self) -> None:
         self.requests: dict[int, Request] = {}  # all that have not ended, by id
-        # This queue and the next one are sorted by rank.
+        # This queue and the next one are sorted by queue_key.
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # those that hold pages of the cache
         self.deadlines: list[tuple[float, int]] = []
@@ -78,11 +78,11 @@ class RequestQueues:
         for first in requests:
             for request in (first, *first.siblings):
                 index = request.request_id + request.priority * self.overtakes
-                request.rank = (index, request.priority, request.request_id)
+                request.queue_key = (index, request.priority, request.request_id)
                 self.requests[request.request_id] = request
                 if request.deadline < math.inf:
                     insort(self.deadlines, (request.deadline, request.request_id))
-            insort(self.waiting, first, key=by_rank)
+            insort(self.waiting, first, key=by_queue_key)
             if first.num_prompt == 1:  # nothing to share
                 self.release_siblings(first)
 
@@ -101,12 +101,12 @@ class RequestQueues:
         """Move a request to those that run; there are pages for it."""
         if not self.running:
             self._ended = False
-        insort(self.running, request, key=by_rank)
+        insort(self.running, request, key=by_queue_key)
 
     def requeue(self, request: Request) -> None:
-        """Put a running request back in line; its rank says where."""
+        """Put a running request back in line; its queue_key says where."""
         discard(self.running, request)
-        insort(self.waiting, request, key=by_rank)
+        insort(self.waiting, request, key=by_queue_key)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request, wherever it is, and give back its pages; once only."""
@@ -151,4 +151,4 @@ class RequestQueues:
                 sibling.first_scheduled_time = request.first_scheduled_time
                 self.start_running(sibling)
             else:
-                insort(self.waiting, sibling, key=by_rank)
+                insort(self.waiting, sibling, key=by_queue_key)

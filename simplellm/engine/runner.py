@@ -237,7 +237,7 @@ class Runner:
         flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
         targets = prompt_targets(scheduled, self.device)
         replayed = None if graph is None else graph.shape
-        self.ranks.forward(flat, shape, len(sampling), copies, targets, replayed)
+        self.ranks.send_forward(flat, shape, len(sampling), copies, targets, replayed)
         self.sampling = [*sampling]
         alone = graph is not None and not graph.shape.chunks
         self.step = scheduled, shape, graph.shape if graph and alone else None
@@ -312,7 +312,7 @@ class Runner:
             if self.proposer is not None:
                 steps = self.proposer.steps(self, steps)
             how = columns, steps, self.counts if counting else None, mask
-            self.ranks.sample(count, *how)
+            self.ranks.send_sample(count, *how)
             sampled = self.choose_tokens(count, *how)
         return self._fetch(requests, sampled)
 

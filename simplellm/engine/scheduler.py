@@ -68,7 +68,7 @@ class Scheduler(RequestQueues):
         )
 
     def _preempt(self, request: Request) -> None:
-        """Take all of its pages; it keeps its tokens, and its rank."""
+        """Take all of its pages; it keeps its tokens, and its queue_key."""
         self.manager.remove(request.request_id)
         request.num_computed_tokens = 0
         request.preemptions += 1

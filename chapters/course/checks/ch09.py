@@ -85,7 +85,7 @@ def check_Scheduler__make_room(candidate):
     scheduler, four = full()
     made = scheduler._make_room(four[1], 1, set())
     assert state(four) == [0, 0, 0, 1], (
-        "no page is free: the last in rank gives way, request 3 of four; preempted "
+        "no page is free: the last in order gives way, request 3 of four; preempted "
         f"were {[n for n, times in enumerate(state(four)) if times]}"
     )
     assert made is True, "request 3 gave its pages, so now there is room: try again"
@@ -112,13 +112,13 @@ def check_Scheduler__make_room(candidate):
     scheduler, four = full()
     made = scheduler._make_room(four[3], 1, set())
     assert made is False and state(four) == [0] * 4, (
-        "request 3 is the last in rank itself: nobody ahead of it gives way, so it "
+        "request 3 is the last in order itself: nobody ahead of it gives way, so it "
         "returns False and waits"
     )
     scheduler, four = full(urgent=3)
     made = scheduler._make_room(four[1], 1, set())
     assert state(four) == [0, 0, 1, 0], (
-        "request 3 came last and is urgent, so it is first in rank: request 2 is the "
+        "request 3 came last and is urgent, so it is first in order: request 2 is the "
         f"last; preempted were {[n for n, t in enumerate(state(four)) if t]}"
     )
     scheduler, four = full()

@@ -18,7 +18,7 @@ from simplellm.server.http import response_schemas, sse
 from simplellm.server.http.bodies import NOT_HERE, Body, Unsupported
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import TOO_LONG, APIError, as_api_error
-from simplellm.server.openai.responses_body import ResponseBody
+from simplellm.server.openai.responses_body import ResponsesBody
 from simplellm.server.openai.responses_items import kept_items, to_harmony, tools_in
 from simplellm.server.openai.responses_output import Output
 from simplellm.server.openai.responses_store import (
@@ -59,7 +59,7 @@ class Response(Generation):
     gathers: ClassVar[bool] = True
 
     def __init__(self, call: Call) -> None:
-        body: ResponseBody = call.body
+        body: ResponsesBody = call.body
         input_processor = call.service.llm.input_processor
         self.store = call.service.responses
         self.model = call.service.check_model(body.model)
@@ -355,7 +355,7 @@ RESPONSES = [
     Endpoint(
         path="/v1/responses",
         handler=answer_response,
-        body=ResponseBody,
+        body=ResponsesBody,
         result=response_schemas.RESPONSE,
         summary="The assistant's next turn, as items.",
     ),

@@ -78,7 +78,7 @@ class Text(Body):
     format: Annotated[dict[str, Any], WithJsonSchema(TEXT_FORMAT)] | None = None
 
 
-class ResponseBody(LabeledBody):
+class ResponsesBody(LabeledBody):
     """What /v1/responses takes."""
 
     unsupported: ClassVar = SHARED_UNSUPPORTED | {

@@ -5,7 +5,7 @@ from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from wrong import wrong
 
 
-@wrong("Scheduler._make_room", "the last in rank gives way")
+@wrong("Scheduler._make_room", "the last in order gives way")
 class FirstGivesWay(Scheduler):
     def _make_room(self, request, length, busy):
         while not self.manager.allocate(
@@ -59,7 +59,7 @@ class PreemptsItself(Scheduler):
         return True
 
 
-@wrong("Scheduler._make_room", "first in rank")
+@wrong("Scheduler._make_room", "first in order")
 class NewestGivesWay(Scheduler):
     def _make_room(self, request, length, busy):
         while not self.manager.allocate(
