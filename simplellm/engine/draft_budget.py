@@ -37,7 +37,7 @@ class StepCosts:
 
 @dataclass
 class AcceptanceRate:
-    """The share of drafts that were right, of those that came after right ones."""
+    """How likely a draft is right, given that all before it were: by counts."""
 
     right: float = 0.0
     tried: float = 0.0
@@ -142,9 +142,10 @@ class DraftBackoff:
         return self.likelihood < SIGNIFICANCE
 
     def begin(self, unprofitable: bool) -> None:
-        """Back off: drafts are ``unprofitable``, though they may be right, or wrong.
+        """Stop drafting for a while.
 
-        After the latter, one more wrong draft is enough for the next backoff.
+        Because it doesn't pay (``unprofitable``), or because drafts were wrong: then
+        one more wrong draft is enough for the next backoff.
         """
         self.requests = 0
         if unprofitable:

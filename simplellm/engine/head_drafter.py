@@ -66,7 +66,7 @@ def equal_drafts(drafts: Tensor, sampled: Tensor) -> Tensor:
 
 
 class HeadDrafter:
-    """The drafts of one request, which come with its tokens."""
+    """Holds one request's drafts, which `HeadProposer` made."""
 
     def __init__(self) -> None:
         # How long the text is that they continue, its last token, and they.

@@ -6,8 +6,8 @@ same, so that a rank is late only by what it does more slowly, and whoever compu
 compiles or loads uses a processor, waits for one or for a disk, itself or in a process
 that it has started. A rank that is late and does nothing of this, again and again,
 hangs. So does one that a signal has stopped, wherever it was: perhaps it had come to
-where it waits, and the others wait for what it did not send. One that turns in a circle
-does not count: for that, waiting has an end.
+where it waits, and the others wait for what it did not send. A busy loop is not found
+here; once all have loaded, REPLY_SECONDS of ranks.py ends the wait for it.
 """
 
 import mmap

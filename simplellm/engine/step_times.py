@@ -18,11 +18,12 @@ STRIDE = 7919  # between tokens; a prime, so that they differ in any vocabulary
 
 @torch.inference_mode()
 def time_steps(runner: Runner) -> dict[int, float]:
-    """Seconds that steps of 1, 2, 4, ... sequences take, each of one token.
+    """Seconds of a step, by its number of sequences, each of one token.
 
-    A size that has a graph is measured, too, as a replay. Smaller steps, which that
-    graph pads, take as long: the smallest of them is there with the same time. Steps
-    write to the cache's first position, which must be empty.
+    Measured for 1, 2, 4, ... sequences, and for as many as each CUDA graph has. A step
+    between two graphs is padded to the larger one and takes as long: so the number
+    right after the smaller one has the time of the larger. Steps write to the cache's
+    first position, which must be empty.
     """
     most = min(len(runner.sampled_tokens), MOST_TOKENS)
     graphs = runner.verifying or runner.captured

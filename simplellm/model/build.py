@@ -109,7 +109,10 @@ def layer_rotations(
 
 
 def scaled_output(weight: Weight, scale: float) -> tuple[Weight, float]:
-    """The output projection that multiplies by ``scale`` too, and by what it does."""
+    """The output projection with ``scale`` multiplied into it, and ``scale``.
+
+    One whose format has no room for that comes back as it is, with 1.
+    """
     if scale == 1 or not isinstance(weight, Tensor | Scaled):
         return weight, 1.0
     if isinstance(weight, Scaled):

@@ -108,9 +108,9 @@ def build_head(
     model: Model,
     whole: Callable[[Weight], Any] = lambda weight: weight,
 ) -> Head:
-    """The head of these tensors, with what ``model`` lends it.
+    """The head of these tensors; an embedding or lm_head it lacks is the ``model``'s.
 
-    ``whole`` makes all rows of the model's of those that are here.
+    Of these, a rank may have some rows only: ``whole`` gives all of them.
     """
     device, dtype = model.device, model.dtype
 

@@ -1,7 +1,8 @@
 """/live: the state of the engine, a few times a second, for the page at /.
 
 Each event is a part of `Engine.snapshot` that fits a screen, without any text: whoever
-may see the engine may not read other people's conversations.
+may see the engine may not read other people's conversations. This is no liveness
+probe: that is /health.
 """
 
 import asyncio
