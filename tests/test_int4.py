@@ -1,5 +1,6 @@
 """Weights of 4 bits that a CPU multiplies as they are."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from simplellm.checkpoint.int4 import (
     ROWS,
     Int4,
     as_bfloat16,
+    dequantized_bytes,
+    has_float16_product,
     has_int4_product,
 )
 from simplellm.model.layers import Dense
@@ -49,6 +52,15 @@ def weights(kind: str, rows: int, columns: int) -> tuple[Tensor, Int4, Int4]:
     return meant, pack_rows(bits, kind, False), pack_rows(bits, kind, True)
 
 
+def numbers(weight: Int4) -> Tensor:
+    """What is kept of it for many tokens, float32 [out, in]."""
+    kept = weight.dequantized
+    if isinstance(kept, Tensor):
+        return kept
+    found: Tensor = torch.ops.quantized.linear_unpack_fp16(kept)[0].float()
+    return found
+
+
 def inputs(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
 
@@ -56,12 +68,15 @@ def inputs(rows: int, columns: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_ggmls_but_for_rounded_scales(kind: str, packing: None) -> None:
     meant, _, packed = weights(kind, 48, 128)
-    assert packed.dequantized is not None and packed.shape == meant.shape
-    # A scale is off by 1/512 at most, and multiplies 15 steps at most.
+    found = numbers(packed)
+    assert packed.shape == meant.shape == found.shape
+    # A scale is off by 1/512 at most, and multiplies 15 steps at most. A number kept in
+    # float16 is off by 1/2048, or by half a step of the least ones.
     largest = meant.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
     steps = 16 if kind != "Q8_0" else 1
-    assert ((packed.dequantized - meant).abs() <= steps * largest / 256).all()
-    assert worst(packed.dequantized, meant) < 4e-3
+    bound = (steps / 256 + 2**-11) * largest + 2**-25
+    assert ((found - meant).abs() <= bound).all()
+    assert worst(found, meant) < 4e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,17 +87,37 @@ def test_products_are_those_of_the_numbers(
     kind: str, rows: int, columns: int, packing: None
 ) -> None:
     _, packed, with_numbers = weights(kind, rows, columns)
-    assert with_numbers.dequantized is not None
     bias = inputs(1, rows)[0]
     for count in (1, 2, 5, MAX_PACKED_TOKENS, MAX_PACKED_TOKENS + 1, 40):
         x = inputs(count, columns)
-        exact = functional.linear(as_bfloat16(x), with_numbers.dequantized)
+        exact = functional.linear(as_bfloat16(x), numbers(with_numbers))
         size = float(exact.std())
         for weight in (packed, with_numbers):
             found = weight.product(x)
             assert found.dtype == torch.float32
             torch.testing.assert_close(found, exact, rtol=ULP, atol=ULP * size)
             assert torch.equal(weight.product(x, bias), found + bias)
+
+
+def test_without_float16_products_numbers_are_kept_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a processor that FBGEMM has no kernels for."""
+    weight, x = torch.randn(64, 96), inputs(9, 96)
+    monkeypatch.setattr(int4, "has_float16_product", lambda: False)
+    assert int4.keep_numbers(weight) is weight and dequantized_bytes(10) == 40
+    assert torch.equal(int4.kept_product(x, weight), functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("count", [1, 9, 64, 200])
+def test_float16_products_are_those_of_the_rounded_numbers(count: int) -> None:
+    if not has_float16_product():
+        pytest.skip("PyTorch has no product with float16 weights for this processor")
+    weight, x = torch.randn(64, 96) / 10, inputs(count, 96)
+    found = int4.kept_product(x, int4.keep_numbers(weight))
+    exact = functional.linear(x.double(), weight.half().double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert dequantized_bytes(10) == 20
 
 
 @pytest.mark.bits
@@ -134,7 +169,7 @@ def test_what_is_packed(packing: None, tmp_path: Path) -> None:
     packed = source["layers.0.mlp.gate_up.weight"]
     assert isinstance(packed, Int4) and packed.dequantized is not None
     stored = sum(i.nbytes for i in source.stored("layers.0.mlp.gate_up.weight"))
-    assert packed.nbytes - packed.dequantized.nbytes == stored
+    assert packed.nbytes - dequantized_bytes(math.prod(packed.shape)) == stored
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -41,7 +41,7 @@ class NumberFormat:
     for `simplellm.checkpoint.int4.Int4`. For the others, ``tile`` and ``inputs`` are
     those of `simplellm.checkpoint.scaled.Scaled`; with ``one_scale`` a single one is
     stored, which all rows get. An `Int4` is the sum of ``addends`` of 4 bits; with
-    ``keep_dequantized``, it is there in float32, too.
+    ``keep_dequantized``, its numbers are kept for many tokens, too.
     """
 
     name: str

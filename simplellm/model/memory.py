@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
+from simplellm.checkpoint.int4 import dequantized_bytes
 from simplellm.checkpoint.names import Shape, part_of_model, tensor_shapes
 from simplellm.model.machine import empty_cache
 
@@ -74,12 +75,14 @@ def weight_bytes(config: ModelConfig, itemsize: int = 2) -> dict[str, int]:
 def copied_bytes(config: ModelConfig, itemsize: int) -> int:
     """Numbers that are there beside their packed weights, as some are on a CPU.
 
-    For products with many tokens in float32; of a head that is the embedding, too, its
+    For products with many tokens; of a head that is the embedding, too, its
     rows to look up.
     """
     shapes, forms = tensor_shapes(config), config.formats
     copies = (
-        4 * math.prod(shapes[n]) for n, form in forms.items() if form.keep_dequantized
+        dequantized_bytes(math.prod(shapes[n]))
+        for n, form in forms.items()
+        if form.keep_dequantized
     )
     looked_up = config.tie_word_embeddings and "lm_head.weight" in forms
     return sum(copies) + itemsize * looked_up * math.prod(shapes["embed_tokens.weight"])

@@ -13,7 +13,13 @@ from simplellm.checkpoint.gguf.container import Container
 from simplellm.checkpoint.gguf.metadata import KEPT
 from simplellm.checkpoint.gguf.names import stored_as
 from simplellm.checkpoint.gguf.tensors import float16_at, scaled_of
-from simplellm.checkpoint.int4 import ROWS, Codes, Int4, split_int8
+from simplellm.checkpoint.int4 import (
+    ROWS,
+    Codes,
+    Int4,
+    dequantized_bytes,
+    split_int8,
+)
 from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
 
 EIGHT = KEPT["Q8_0"]
@@ -23,7 +29,7 @@ PACKABLE = {
     "Q8_0": replace(EIGHT, dtype="int4", addends=2),
 }
 TABLE, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-MAX_DEQUANTIZED = 2**28  # numbers of a model up to which it has them in float32, too
+MAX_DEQUANTIZED = 2**30  # bytes of all numbers, up to which they are kept, too
 
 
 def packed_formats(
@@ -47,8 +53,9 @@ def packed_formats(
         if len(types) == 1 and shapes[source][0] % ROWS == 0:
             formats[ours] = PACKABLE.get(types.pop())
     known = {ours: form for ours, form in formats.items() if form is not None}
-    few = sum(math.prod(shapes[ours]) for ours in known) <= MAX_DEQUANTIZED
-    return {ours: replace(form, keep_dequantized=few) for ours, form in known.items()}
+    count = sum(math.prod(shapes[ours]) for ours in known)
+    keep = dequantized_bytes(count) <= MAX_DEQUANTIZED
+    return {ours: replace(form, keep_dequantized=keep) for ours, form in known.items()}
 
 
 def nibbles(blocks: Tensor, start: int) -> Tensor:
