@@ -16,8 +16,8 @@ from test_equivalence import run_case
 from torch import Tensor
 
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
+from simplellm.api.choose_operations import choose_operations
 from simplellm.api.load import read_weights
-from simplellm.api.operations import choose_operations
 from simplellm.base.config import LAYER_TYPES
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.scaled import Scaled

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from simplellm import LLM, EngineConfig
-from simplellm.api import operations
+from simplellm.api import choose_operations
 from simplellm.api.load import read_weights
 from simplellm.checkpoint import int4
 from simplellm.checkpoint.gguf.packed import READERS, pack_rows
@@ -222,7 +222,7 @@ def test_numbers_that_are_asked_for_stay_numbers(
         assert packed_in(llm) == {False}
     with LLM(file, operations="plain", **options) as llm:
         assert packed_in(llm) == {False}
-    monkeypatch.setattr(operations, "has_int4_product", lambda: False)
+    monkeypatch.setattr(choose_operations, "has_int4_product", lambda: False)
     with LLM(file, **options) as llm:
         assert packed_in(llm) == {False}
 

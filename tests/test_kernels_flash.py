@@ -15,7 +15,7 @@ from checkpoints import write_checkpoint
 from test_kernels_attention import assert_near, make_case
 
 from simplellm import LLM, EngineConfig, load_model
-from simplellm.api import operations
+from simplellm.api import choose_operations
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.model import ops
 from simplellm.model.kernels import flash
@@ -165,15 +165,15 @@ def test_a_model_says_the_same(attend):
 )
 def test_it_is_refused_by_name(monkeypatch, tmp_path, versions, options, why):
     install(monkeypatch, *versions)
-    monkeypatch.setattr(operations, "why_not_triton", lambda *where: None)
-    monkeypatch.setattr(operations, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(choose_operations, "why_not_triton", lambda *where: None)
+    monkeypatch.setattr(choose_operations, "capability", lambda device: (9, 0))
     config = EngineConfig(attention_backend="flash_attn", **options)
     source, where = Checkpoint(write_checkpoint(tmp_path)), torch.device("cuda:0")
     with pytest.raises(ValueError, match=f"attention_backend is .*'auto', since {why}"):
-        operations.choose_operations(config, source, torch.bfloat16, where)
+        choose_operations.choose_operations(config, source, torch.bfloat16, where)
     install(monkeypatch, 2)
     config = EngineConfig(attention_backend="flash_attn")
-    chosen = operations.choose_operations(config, source, torch.bfloat16, where)
+    chosen = choose_operations.choose_operations(config, source, torch.bfloat16, where)
     assert chosen[0] == "fused"
 
 
@@ -198,7 +198,7 @@ class Chosen:
     def __init__(self, monkeypatch, folder, version, dim, capability=(9, 0), **options):
         monkeypatch.setitem(LIBRARIES, version, no_windows)
         install(monkeypatch, version)
-        monkeypatch.setattr(operations, "capability", lambda device: capability)
+        monkeypatch.setattr(choose_operations, "capability", lambda device: capability)
         heads = options.pop("heads", 4096 // dim)
         self.model = replace(
             Checkpoint(write_checkpoint(folder)).config,
@@ -207,7 +207,7 @@ class Chosen:
             sliding_window=128,
         )
         config, where = EngineConfig(**options), torch.device("cpu")
-        self.attend = operations.choose_attend(
+        self.attend = choose_operations.choose_attend(
             lambda q, *arguments: torch.ones_like(q),
             *(self.model, config, torch.float32, where),
         )

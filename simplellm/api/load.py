@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from simplellm.api.choose_operations import (
+    choose_operations,
+    fused_operations,
+    takes_packed,
+)
 from simplellm.api.input_processor import InputProcessor, LoadedModel
-from simplellm.api.operations import choose_operations, fused_operations, takes_packed
 from simplellm.base.config import MAX_SIZE, EngineConfig, expect
 from simplellm.checkpoint.checkpoint import Upload, open_weights
 from simplellm.checkpoint.families import title
@@ -230,9 +234,7 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
         pages,
         page_size,
         window=model.config.windows[-1],
-        sliding_groups=sliding_groups(
-            model.config, model.dtype.itemsize, config.kv_cache_dtype
-        ),
+        sliding_groups=sliding_groups(model.config, itemsize, config.kv_cache_dtype),
         enable_caching=config.enable_prefix_caching,
         max_chunk=min(chunk or budget, budget),
     )
@@ -245,10 +247,8 @@ def build_engine(model: Model, config: EngineConfig, ranks: Ranks = ALONE) -> En
         LOGGER.log(level, text, manager.max_tokens, min(limits))
     limits.append(manager.max_tokens)
     limits += [] if config.enable_chunked_prefill else [budget]  # one step a prompt
-    expected = (
-        "2 or more, its answer included: more num_pages or cache_bytes, a larger "
-    )
-    expected += "page_size or max_model_len"
+    expected = "2 or more, its answer included: more num_pages or cache_bytes, a "
+    expected += "larger page_size or max_model_len"
     expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), expected)
     pool = make_pool(model.config, config, pages, model.dtype, model.device)
     pool.host_pages = host_pages(pool.page(0), on_host)
