@@ -73,10 +73,10 @@ def weight_bytes(config: ModelConfig, itemsize: int = 2) -> dict[str, int]:
 
 
 def copied_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Numbers that are there beside their packed weights, as some are on a CPU.
+    """Bytes of dequantized copies kept beside packed weights, as some are on a CPU.
 
-    For products with many tokens; of a head that is the embedding, too, its
-    rows to look up.
+    For products with many tokens; and of a packed head that is also the embedding, rows
+    to look up, with ``itemsize`` bytes a number.
     """
     shapes, forms = tensor_shapes(config), config.formats
     copies = (
@@ -115,8 +115,9 @@ def kv_bytes(
 def sliding_groups(config: ModelConfig, itemsize: int, kv_cache_dtype: str) -> int:
     """How many groups the sliding layers form, each with pages of its own.
 
-    Beside full layers in FP8, one group of all would fill pages ``itemsize`` times as
-    large as those layers need. So they form as many.
+    One, unless the full layers are in FP8. The sliding ones never are: all in one
+    group, they would make a page ``itemsize`` times as large as the full layers need.
+    So they form ``itemsize`` groups.
     """
     sliding = config.layer_types.count("sliding_attention")
     return min(sliding, itemsize if kv_cache_dtype == "fp8" else 1)
