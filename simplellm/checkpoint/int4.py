@@ -3,7 +3,7 @@
 A row's numbers are in groups of 32, each with a scale and an offset. What such a weight
 is multiplied with, its scales and its products are rounded to bfloat16; sums are
 float32. For many tokens the numbers themselves are kept as well: in float16, which
-FBGEMM multiplies at up to five times the speed of float32, where PyTorch has that.
+FBGEMM multiplies in less time than float32, where PyTorch has that.
 """
 
 import math

@@ -189,17 +189,21 @@ def attend(
     return out
 
 
+def exp_plus_one(x: ndarray) -> ndarray:
+    """What sigmoid(-x) divides 1 by, in place."""
+    with np.errstate(over="ignore"):  # infinity makes the quotient 0, as it should be
+        np.exp(x, out=x)
+    x += 1
+    return x
+
+
 def swiglu_few(gate_up: ndarray, limit: float, alpha: float) -> ndarray:
     """gate_up [N, 2I] -> [N, I]; `feed_forward.swiglu` in fewer operations."""
     gate_up = np.minimum(gate_up, np.float32(limit))
     gate, up = gate_up[:, 0::2], np.maximum(gate_up[:, 1::2], np.float32(-limit))
     up += 1
     up *= gate
-    divisor = gate * np.float32(-alpha)
-    with np.errstate(over="ignore"):  # infinity makes the quotient 0, as it should be
-        np.exp(divisor, out=divisor)
-    divisor += 1
-    up /= divisor
+    up /= exp_plus_one(gate * np.float32(-alpha))
     return up
 
 
@@ -245,13 +249,10 @@ def dense(x: Tensor, mlp: Dense) -> Tensor:
     gate_up = project(x, mlp.gate_up, mlp.gate_up_bias).numpy()
     size = gate_up.shape[1] // 2
     gate, up = gate_up[:, :size], gate_up[:, size:]
-    divisor = -gate
-    with np.errstate(over="ignore"):  # infinity makes the quotient 0, as it should be
-        np.exp(divisor, out=divisor)
-    divisor += 1
-    np.divide(gate, divisor, out=divisor)
-    divisor *= up
-    return project(torch.from_numpy(divisor), mlp.down, mlp.down_bias)
+    hidden = exp_plus_one(-gate)
+    np.divide(gate, hidden, out=hidden)
+    hidden *= up
+    return project(torch.from_numpy(hidden), mlp.down, mlp.down_bias)
 
 
 def head(hidden: Tensor, weight: Weight, logits: Tensor) -> Tensor:
