@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.model.kernels.blocks import ExpertBlocks
+from simplellm.model.kernels.expert_blocks import ExpertBlocks
 from simplellm.model.kernels.fragments import repack
 from simplellm.model.kernels.routing import max_blocks
 from simplellm.model.layers import Experts

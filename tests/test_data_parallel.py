@@ -285,18 +285,18 @@ def test_a_request_whose_grammar_fails_ends_alone(
     """Ranks are in step afterwards, whether they had begun to choose tokens or not."""
     runner: Any = two.engine_core.runner
     masks = [runner, *runner.others][rank].masks
-    arrange = masks.arrange
+    prepare = masks.prepare
 
     def failing_once(requests: Any) -> Any:
         for request in requests:
             if request.restricted and request.num_output == 3:
-                monkeypatch.setattr(masks, "arrange", arrange)
+                monkeypatch.setattr(masks, "prepare", prepare)
                 error = GrammarError("no token fits")
                 error.request_id = request.request_id
                 raise error
-        return arrange(requests)
+        return prepare(requests)
 
-    monkeypatch.setattr(masks, "arrange", failing_once)
+    monkeypatch.setattr(masks, "prepare", failing_once)
     asked: dict[str, Any] = {"max_tokens": 12, "seed": 5}
     regex = {"structured_outputs": {"regex": "[a-z ]{20,40}"}}
     bound = [two.generate([700 + n], **asked, **regex) for n in range(2)]

@@ -13,7 +13,7 @@ from stepping import make_engine
 from simplellm import EngineError, SamplingParams, load_model
 from simplellm.base.event_queue import EventQueue
 from simplellm.base.request import Event, Request
-from simplellm.engine.client import EngineClient
+from simplellm.engine.engine_client import EngineClient
 from simplellm.server.remote.client import RemoteClient, RemoteEngine, load_remote
 from simplellm.server.remote.replicas import Replicas
 from simplellm.server.start import spawn

@@ -27,7 +27,7 @@ from simplellm.model import (
     ops,
     other_families,
     rope,
-    rotations,
+    rope_cache,
 )
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -54,7 +54,7 @@ GAMMA = "(weight + config.norm_offset) * factor"
 CENTERED = "functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)"
 LENGTH = "turns = scaling.original_max_position_embeddings"
 STRETCHED = "plain / scaling.factor * (1 - keep) + plain * keep"
-ROPE, CACHE = rotations.stretched_frequencies, ops.rope_and_cache
+ROPE, CACHE = rope_cache.stretched_frequencies, ops.rope_and_cache
 TURNS = build.layer_rotations
 FEED, ROUTE = ops.dense, other_families.route_among_all
 TYPES = '("full_attention",) * full + ("sliding_attention",) * (count - full)'
@@ -240,7 +240,7 @@ MISTAKES = {
         "scores by head_dim": Mutation(granite.multiplied, "attention**-2", "None"),
         "scores by its root": Mutation(granite.multiplied, "**-2", "**-1"),
         "scores multiplied twice": Mutation(
-            rotations.rotations, "score_scale(config) ** 0.5", "score_scale(config)"
+            rope_cache.rotations, "score_scale(config) ** 0.5", "score_scale(config)"
         ),
         "logits not divided": Mutation(
             build.plain_norm, "1 / config.logits_scaling", "1"

@@ -18,7 +18,7 @@ from test_runner import PROMPTS, answers
 from simplellm import LLM, EngineConfig, RequestOutput, SamplingParams, load_model
 from simplellm.engine.graphs import bucket_sizes
 from simplellm.engine.runner import Runner
-from simplellm.model.kernels.table import fused
+from simplellm.model.kernels.triton_ops import triton_ops
 
 pytestmark = pytest.mark.gpu
 # A prompt found in the cache is computed in other parts, and rounded otherwise.
@@ -56,7 +56,7 @@ def llm() -> Iterator[LLM]:
 def test_the_fast_path_is_the_one_taken(
     llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert llm.model.ops.name == "Triton" and llm.engine_core.runner.captured
+    assert llm.model.ops.name == "Triton" and llm.engine_core.runner.decode_graphs
     assert llm.engine_core.depth == 1
     with (
         caplog.at_level(logging.INFO, "simplellm"),
@@ -93,7 +93,7 @@ def test_graphs_and_overlap_change_no_bit(switch: str) -> None:
         options = ALONE | {"batch_invariant": True, switch: on}
         with LLM(config=EngineConfig(**options), device="cuda") as llm:
             runner = llm.engine_core.runner
-            assert bool(runner.mixed) == (on or switch != "cuda_graphs")
+            assert bool(runner.mixed_graphs) == (on or switch != "cuda_graphs")
             found.append([bits(ask(llm, n, logprobs=1)) for n in (1, 8, 48)])
     assert found[0] == found[1]
 
@@ -127,11 +127,11 @@ def test_padding_rows_change_no_token() -> None:
     sizes = EngineConfig(max_num_seqs=8, num_pages=200, max_num_batched_tokens=2048)
     device = torch.device("cuda", torch.cuda.current_device())
     plain = load_model(dtype=torch.float32, device=device)
-    ops = fused(plain.config, max_num_seqs=8, device=device)
+    ops = triton_ops(plain.config, max_num_seqs=8, device=device)
     model = load_model(dtype=torch.float32, device=device, ops=ops)
     engine = make_engine(model, sizes.resolved("cuda"), overlap=True)
     engine.runner.capture(bucket_sizes(8))
-    assert [graph.size for graph in engine.runner.captured] == [1, 2, 4, 8]
+    assert [graph.size for graph in engine.runner.decode_graphs] == [1, 2, 4, 8]
     expected = answers(engine, PROMPTS[:8])
     for batch in range(1, 8):
         assert answers(engine, PROMPTS[:batch]) == expected[:batch]

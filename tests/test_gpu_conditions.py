@@ -23,7 +23,7 @@ from client import Client, make_engine, random_prompt
 from simplellm import LLM, EngineConfig
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import bucket_sizes
-from simplellm.model.kernels import table
+from simplellm.model.kernels import triton_ops
 from simplellm.model.model import Model
 
 pytestmark = pytest.mark.gpu
@@ -109,7 +109,7 @@ def test_full_during_the_capture(caplog: pytest.LogCaptureFixture) -> None:
         engine = make_engine(model, **EAGER)
         with limited(megabytes * 10**6):
             engine.runner.capture(SIZES)
-        sizes = [graph.size for graph in engine.runner.captured]
+        sizes = [graph.size for graph in engine.runner.decode_graphs]
         if len(sizes) < len(SIZES):
             break
     assert 0 < len(sizes) < len(SIZES), f"graphs for {sizes}"
@@ -131,7 +131,7 @@ def test_no_capture(caplog: pytest.LogCaptureFixture) -> None:
 
     model.ops = replace(model.ops, embed=waiting)
     engine = make_engine(model, **SMALL)
-    assert not engine.runner.captured, "captured, though the host waits"
+    assert not engine.runner.decode_graphs, "captured, though the host waits"
     assert serve(engine) == expected, "other tokens without graphs"
     assert "CUDA graphs for 0 of" in said(caplog)
 
@@ -184,10 +184,10 @@ def answer(llm: LLM) -> str:
 def test_broken_compiler(caplog: pytest.LogCaptureFixture) -> None:
     """One of the kernels does not compile."""
     with (
-        mock.patch.object(table, "add_norm", broken_norm),
+        mock.patch.object(triton_ops, "add_norm", broken_norm),
         LLM(config=EngineConfig(**SMALL)) as llm,
     ):
-        sizes = [graph.size for graph in llm.engine_core.runner.captured]
+        sizes = [graph.size for graph in llm.engine_core.runner.decode_graphs]
         assert sizes == SIZES, f"graphs for {sizes} of {SIZES}"
         assert "132" in answer(llm), "47 + 85 is not 132"
     assert "add_norm" in said(caplog)

@@ -22,9 +22,9 @@ from models import saying
 from random_schemas import large_tokenizer
 
 from simplellm import LLM, SamplingParams
+from simplellm.api.build_outputs import outputs
 from simplellm.api.futures import future_of
 from simplellm.api.outputs import RequestOutput
-from simplellm.api.results import outputs
 from simplellm.base.grammar import BitmaskFiller, Grammar, GrammarError, llguidance
 from simplellm.base.request import EngineError, Request
 from simplellm.base.request_spec import RequestSpec
@@ -62,9 +62,9 @@ def grammars(llm: LLM) -> Grammars:
 def run(llm: LLM, asked: Sequence[RequestSpec]) -> list[RequestOutput]:
     """The outputs of requests of the door, all at once."""
     samples = llm._samples(asked)
-    found: list[RequestOutput] = future_of(llm, llm._delivery, samples, outputs).result(
-        timeout=120
-    )
+    found: list[RequestOutput] = future_of(
+        llm, llm._output_processor, samples, outputs
+    ).result(timeout=120)
     return found
 
 
@@ -305,7 +305,7 @@ def test_who_leaves_the_grammar_fails_alone(llm: LLM, grammars: Grammars) -> Non
     free = ask(llm, None)
     wanted = run(llm, [free])[0].token_ids
     futures = [
-        future_of(llm, llm._delivery, llm._samples([one]), outputs)
+        future_of(llm, llm._output_processor, llm._samples([one]), outputs)
         for one in (free, ask(llm, broken), ask(llm, grammar))
     ]
     assert futures[0].result(timeout=60)[0].token_ids == wanted
@@ -334,7 +334,7 @@ def test_who_fails_by_its_grammar_holds_up_nobody(
 
     monkeypatch.setattr(llm.engine_core.runner, "launch", counting)
     futures = [
-        future_of(llm, llm._delivery, llm._samples([one]), outputs)
+        future_of(llm, llm._output_processor, llm._samples([one]), outputs)
         for one in (*others, ask(llm, broken))
     ]
     with pytest.raises(EngineError, match="this request failed"):

@@ -27,11 +27,11 @@ from simplellm.checkpoint.eagle import head_config, read_head, read_head_config
 from simplellm.engine import build_speculation, graphs, head_drafter
 from simplellm.engine.build_speculation import capture_drafts
 from simplellm.engine.draft_budget import StepCosts
-from simplellm.engine.draft_chunks import PlaceholderChunk
 from simplellm.engine.graphs import bucket_sizes, verify_shapes
-from simplellm.engine.head_drafter import HeadDrafter
+from simplellm.engine.head_drafter import HeadDrafts
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.speculator import DRAFTERS
+from simplellm.engine.verify_chunks import PlaceholderChunk
 from simplellm.model.eagle import with_taps
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -84,9 +84,9 @@ def test_drafts_are_those_of_a_text_computed_at_once(
     model = load_model(folder, device="cpu")
     tensors = write_head(tmp_path, model.config, **flags)
     seen: list[tuple[list[int], list[int]]] = []
-    propose = HeadDrafter.propose
+    propose = HeadDrafts.propose
 
-    def noted(self: HeadDrafter, tokens: list[int], most: int) -> Any:
+    def noted(self: HeadDrafts, tokens: list[int], most: int) -> Any:
         drafts = propose(self, tokens, most)
         seen.append(([*tokens], drafts[0]))
         return drafts
@@ -98,7 +98,7 @@ def test_drafts_are_those_of_a_text_computed_at_once(
     with LLM(folder, config, device="cpu") as llm:
         if pages > 20:  # they will be found in the cache
             llm.generate(prompts, **options).result()
-        monkeypatch.setattr(HeadDrafter, "propose", noted)
+        monkeypatch.setattr(HeadDrafts, "propose", noted)
         outputs = llm.generate(prompts, **options).result()
         stats = llm.stats()
     cached = [output.num_cached_tokens > 0 for output in outputs]

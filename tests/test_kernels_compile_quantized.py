@@ -18,7 +18,13 @@ from kernels_compiler import (
 )
 
 from simplellm.checkpoint.scaled import E4M3, Scaled
-from simplellm.model.kernels import linear, norm, other_families, quantized, rounding
+from simplellm.model.kernels import (
+    linear,
+    norm,
+    other_families,
+    rounding,
+    scaled_linear,
+)
 
 FORMATS = {  # tile, dtype and whether inputs are rounded
     "FP8 in blocks": ((128, 128), E4M3, True),
@@ -42,19 +48,19 @@ def product_case(kind, shape, tokens, invariant=False, rounded=False, wide="*bf1
     (rows, columns), dtype, inputs = FORMATS[kind]
     out, size = shape
     tile = rows, columns or size
-    config = quantized.choose_scaled(tokens, out, size, tile, True, rounded)
+    config = scaled_linear.choose_scaled(tokens, out, size, tile, True, rounded)
     if invariant:
-        config = quantized.choose_scaled_invariant(out, size, tile, True)
-    few = isinstance(config, quantized.Gemv)
+        config = scaled_linear.choose_scaled_invariant(out, size, tile, True)
+    few = isinstance(config, scaled_linear.Gemv)
     scales = torch.empty(-(-out // tile[0]), -(-size // tile[1]), device="meta")
     weight = Scaled(
         torch.empty(shape, dtype=dtype, device="meta"), scales, tile, inputs
     )
-    scaling = quantized.scaling_of(weight, inputs and few and not rounded, config)
+    scaling = scaled_linear.scaling_of(weight, inputs and few and not rounded, config)
     numbers = f"{NAMES[dtype]} *fp32"
     y = "*bf16" if config.parts == 1 else "*fp32"
     if not inputs and not few:
-        start, _ = quantized.wide_launcher(config, tokens, *shape, scaling)
+        start, _ = scaled_linear.wide_launcher(config, tokens, *shape, scaling)
         types = f"{wide} {numbers} {y} i32 i32"
         return case_of(start, types, "bias_ptr", aligned=("stride_x",))
     start, _ = linear.product_launcher(config, tokens, *shape, scaling)
@@ -167,7 +173,7 @@ def test_16_bytes_of_the_weight_come_at_once_for_what_is_rounded(kind, shape):
     """And with x beside them they fit into registers."""
     compiled = compile_case(product_case(kind, shape, 1, False, True))
     early, _ = compiled.asm["ptx"].split("griddepcontrol.wait", 1)
-    config = quantized.choose_scaled(1, *shape, shape[::-1], True, True)
+    config = scaled_linear.choose_scaled(1, *shape, shape[::-1], True, True)
     loads = re.findall(r"ld\.global\S*\.v4\.b32", early)
     held = sum(linear.split_columns(shape[1])) * config.rows
     assert len(loads) >= held / (16 * 32 * config.warps)

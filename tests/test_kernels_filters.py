@@ -171,7 +171,7 @@ def test_penalties_are_those_of_the_plain_operation(kernel_device, vocabulary):
         requests.append(Request(tokens[:20], 99, p, request_id=number))
         requests[-1].tokens += tokens[20:]
     counts = TokenCounts(vocabulary, logits.device)
-    assert counts.arrange(requests)
+    assert counts.prepare(requests)
     before = logits.clone()
     found = penalize(counts, logits)
     expected = counts.penalize(logits)

@@ -10,7 +10,7 @@ from torch import Tensor
 from simplellm.checkpoint.formats import MXFP4_EXPERTS
 from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.model.batch import Batch
-from simplellm.model.kernels.table import fused
+from simplellm.model.kernels.triton_ops import triton_ops
 from simplellm.model.layers import Attention, Experts, Layer
 from simplellm.model.ops import PLAIN, Ops
 
@@ -150,7 +150,7 @@ def test_both_tables_compute_the_same(kernel_device, norms):
         make_batch(kernel_device, [([3], 10), ([-1], 12)], padding=1),
     ]
     device = torch.device(kernel_device)
-    table = fused(SHAPE, max_num_seqs=2, device=device)
+    table = triton_ops(SHAPE, max_num_seqs=2, device=device)
     kernels = run(Model(table, kernel_device, norms), kernel_device, *steps)
     plain = run(Model(PLAIN, kernel_device, norms), kernel_device, *steps)
     for got, expected in zip(kernels, plain, strict=True):
@@ -169,7 +169,7 @@ def test_a_padded_step_computes_what_the_real_one_does(kernel_device, batch_inva
     device = torch.device(kernel_device)
     found = []
     for padding, gap in ((0, 0), (5, 3)):
-        table = fused(
+        table = triton_ops(
             SHAPE, max_num_seqs=5, device=device, batch_invariant=batch_invariant
         )
         batches = [make_batch(kernel_device, step, padding, gap) for step in steps]
@@ -184,7 +184,7 @@ def test_a_token_has_the_same_bits_in_any_company(kernel_device):
     device = torch.device(kernel_device)
 
     def hidden(*steps: Batch) -> list[Tensor]:
-        table = fused(SHAPE, max_num_seqs=2, device=device, batch_invariant=True)
+        table = triton_ops(SHAPE, max_num_seqs=2, device=device, batch_invariant=True)
         return run(Model(table, kernel_device), kernel_device, *steps)
 
     tokens, other = list(range(9)), list(range(20, 33))
@@ -202,7 +202,7 @@ def test_a_token_has_the_same_bits_in_any_company(kernel_device):
 
 def test_what_a_table_holds():
     for batch_invariant in (False, True):
-        table = fused(
+        table = triton_ops(
             SHAPE,
             max_num_seqs=3,
             device=torch.device("meta"),

@@ -16,7 +16,7 @@ from simplellm.checkpoint.names import tensor_names
 from simplellm.checkpoint.scaled import E4M3, Scaled, join
 from simplellm.model import family_rules, feed_forward, ops
 from simplellm.model.build import build
-from simplellm.model.kernels.blocks import ExpertBlocks
+from simplellm.model.kernels.expert_blocks import ExpertBlocks
 from simplellm.model.kernels.fragments import prepare
 from simplellm.model.kernels.grouped import (
     GROUPINGS,
@@ -26,7 +26,7 @@ from simplellm.model.kernels.grouped import (
     multiply_groups,
 )
 from simplellm.model.kernels.routing import sort_pairs
-from simplellm.model.kernels.table import fused
+from simplellm.model.kernels.triton_ops import triton_ops
 from simplellm.model.layers import Attention, Experts, Layer
 
 exhaustive = pytest.mark.exhaustive
@@ -356,7 +356,7 @@ def test_a_whole_model_computes_the_same(kernel_device, tokens, form):
         assert isinstance(weight, torch.Tensor)
         return weight if "norm" in name or "embed" in name else weight * 10
 
-    table = fused(config, max_num_seqs=2, device=device)
+    table = triton_ops(config, max_num_seqs=2, device=device)
     ids = torch.arange(tokens, device=device) * 7 % 101
     found = [build(config, take, each).logits(ids) for each in (table, ops.PLAIN)]
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)

@@ -34,7 +34,7 @@ from simplellm.model.build import build
 from simplellm.model.kernels import decode, fragments
 from simplellm.model.kernels.fragments import Fragments
 from simplellm.model.kernels.launch import Launcher
-from simplellm.model.kernels.table import fused
+from simplellm.model.kernels.triton_ops import triton_ops
 from simplellm.model.kv_pool import KVPool
 
 CPU = torch.device("cpu")
@@ -142,7 +142,9 @@ MOE = replace(
 
 def rehearsed(config: ModelConfig, batch_invariant: bool) -> None:
     """Decodes and prompts of the sizes that choose among kernels."""
-    ops = fused(config, max_num_seqs=64, device=CPU, batch_invariant=batch_invariant)
+    ops = triton_ops(
+        config, max_num_seqs=64, device=CPU, batch_invariant=batch_invariant
+    )
     source = RandomCheckpoint(config, dtype=torch.bfloat16)
     model = build(config, source.__getitem__, ops)
     pool = KVPool(config, 4, 64, torch.bfloat16, CPU)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import GEMMA_ROPE, Case, case, rope, write
 from test_kernels_fused import make_batch
-from test_kernels_quantized import FORMATS
+from test_kernels_scaled_linear import FORMATS
 from torch import Tensor
 
 from simplellm.api.load import load_model
@@ -18,7 +18,7 @@ from simplellm.model import ops
 from simplellm.model.kernels.norm import add_norm
 from simplellm.model.kernels.other_families import dense, multiply_gated
 from simplellm.model.kernels.rounding import RoundedNorm
-from simplellm.model.kernels.table import fused
+from simplellm.model.kernels.triton_ops import triton_ops
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.layers import Dense, Layer, LayerNorm, SandwichNorm
 from simplellm.model.model import Model
@@ -199,7 +199,7 @@ def test_whole_models(kernel_device, tmp_path: Path, name, kind, invariant):
     model = load_model(folder, torch.float32, kernel_device)
     model.layers = [with_weights(layer, kind) for layer in model.layers]
     device = torch.device(kernel_device)
-    table = fused(
+    table = triton_ops(
         model.config, max_num_seqs=2, device=device, batch_invariant=invariant
     )
     ahead = [table.prepare(layer) for layer in model.layers]

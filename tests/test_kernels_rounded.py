@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_kernels_other_families import make_dense
-from test_kernels_quantized import (
+from test_kernels_scaled_linear import (
     CONFIGS,
     FORMATS,
     added,
@@ -26,7 +26,6 @@ from simplellm.model.kernels.other_families import (
     plainly,
     rounded_norm,
 )
-from simplellm.model.kernels.quantized import choose_scaled, multiply_scaled, project
 from simplellm.model.kernels.rounding import (
     Rounded,
     RoundedNorm,
@@ -34,6 +33,11 @@ from simplellm.model.kernels.rounding import (
     multiply_by_library,
     round_rows,
     rounding_of,
+)
+from simplellm.model.kernels.scaled_linear import (
+    choose_scaled,
+    multiply_scaled,
+    project,
 )
 
 ROUNDED = ["FP8 in blocks", "FP8", "INT8"]

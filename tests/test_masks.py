@@ -100,7 +100,7 @@ def test_a_row_is_made_again_only_when_its_bits_change() -> None:
     masks = Masks(SMALL, 2, CPU)
     seen = []
     for token in (4, 4, 4, 2, 2, 4):
-        mask = masks.arrange([careful, free])
+        mask = masks.prepare([careful, free])
         assert mask is not None and mask.rows.tolist() == [0]
         seen.append((id(mask), allowed_by(mask.bits[0].numpy(), SMALL)))
         careful.tokens.append(token)
@@ -108,7 +108,7 @@ def test_a_row_is_made_again_only_when_its_bits_change() -> None:
     rows = [every - {5}, every - {5}, every, every, every - {3}, every - {3}]
     assert [row for _, row in seen] == rows
     assert seen[0][0] == seen[1][0] and seen[2][0] == seen[3][0]
-    assert masks.arrange([free]) is None
+    assert masks.prepare([free]) is None
     assert len(masks.allowed) == 1
     del careful
     assert not masks.allowed, "who has ended is forgotten"

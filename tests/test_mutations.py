@@ -20,12 +20,12 @@ from simplellm import load_model
 from simplellm.checkpoint import mxfp4 as weights
 from simplellm.model import (
     attention,
+    chunks_as_decodes,
     feed_forward,
     model,
     ops,
     ops_numpy,
     rope,
-    token_rows,
 )
 from simplellm.model import kv_gather as reads
 
@@ -162,7 +162,7 @@ PLAIN_DECODING = {
 }
 NUMPY_MUTATIONS = {
     "a chunk's tokens see those after them": Mutation(
-        token_rows.token_rows, " - (ends[owners] - 1 - indices[:-1])", ""
+        chunks_as_decodes.chunks_as_decodes, " - (ends[owners] - 1 - indices[:-1])", ""
     ),
     "epsilon too large": Mutation(ops_numpy.add_norm, "+ eps", "+ 0.1"),
     "norm's weight dropped": Mutation(

@@ -11,7 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from simplellm.base.config import ModelConfig, RopeScaling
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.model.rope import yarn_frequencies
-from simplellm.model.rotations import rotations
+from simplellm.model.rope_cache import rotations
 
 CPU = torch.device("cpu")
 POSITIONS = torch.tensor([0, 1, 2, 127, 128, 4095, 4096, 4097, 70_001, 131_071])

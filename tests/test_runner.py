@@ -101,7 +101,7 @@ def test_padding_rows_change_no_token(
     tape = Tape()
     monkeypatch.setattr(graphs, "capture_graph", tape)
     engine = capture(model, overlap)
-    assert [graph.size for graph in engine.runner.captured] == [1, 2, 4, 8]
+    assert [graph.size for graph in engine.runner.decode_graphs] == [1, 2, 4, 8]
     for batch, bucket in ((8, 8), (1, 1), (2, 2), (3, 4), (5, 8), (7, 8)):
         tape.replays.clear()
         assert answers(engine, PROMPTS[:batch]) == right[:batch]
@@ -122,7 +122,7 @@ def test_captured_steps_with_prompts_change_no_token(
     monkeypatch.setattr(graphs, "capture_graph", tape)
     sizes = (16, 64, 256)
     engine = capture(model, overlap, sizes, prefill_chunk=chunk, max_num_seqs=6)
-    assert [graph.shape for graph in engine.runner.mixed] == [
+    assert [graph.shape for graph in engine.runner.mixed_graphs] == [
         CaptureShape(16, 6, 4), CaptureShape(64, 6, 16), CaptureShape(256, 6, 64)
     ]  # fmt: skip
     for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[4:7]):
@@ -139,7 +139,7 @@ def test_a_step_takes_the_smallest_graph_that_has_room(
 ) -> None:
     monkeypatch.setattr(graphs, "capture_graph", Tape())
     runner = capture(model, mixed=(16, 64), max_num_seqs=12).runner
-    small, large = (graph.shape for graph in runner.mixed)
+    small, large = (graph.shape for graph in runner.mixed_graphs)
     assert (small, large) == (CaptureShape(16, 8, 4), CaptureShape(64, 12, 16))
     for real, shape in (
         (CaptureShape(16, 0, 1), small),
@@ -195,7 +195,7 @@ def test_steps_without_a_graph_run_when_capturing_fails(
 ) -> None:
     monkeypatch.setattr(graphs, "capture_graph", Tape(room, error))
     engine = capture(model)
-    sizes = [graph.size for graph in engine.runner.captured]
+    sizes = [graph.size for graph in engine.runner.decode_graphs]
     # A driver that fails once will fail again; less memory may be enough.
     assert sizes == ([1, 2] if room and error is torch.OutOfMemoryError else [])
     (line,) = caplog.messages

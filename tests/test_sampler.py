@@ -73,7 +73,7 @@ def draw(
     counts = TokenCounts(vocab, device)
     empty: list[list[int]] = [[]] * rows
     requests = requests_of(params, prompts or empty, outputs or empty)
-    counting = counts.arrange(requests)
+    counting = counts.prepare(requests)
     return sample(
         logits,
         logits.argmax(-1).int(),
@@ -328,7 +328,7 @@ def test_repetition_penalty_agrees_with_transformers() -> None:
     seen: Any = torch.tensor([prompt + output])
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(seen, logits.clone())
     counts = TokenCounts(50, CPU)
-    counts.arrange(
+    counts.prepare(
         requests_of([SamplingParams(repetition_penalty=1.3)], [prompt], [output])
     )
     assert torch.equal(counts.penalize(logits), theirs)
@@ -395,7 +395,7 @@ def test_counts_are_those_of_the_tokens(requests, steps, seed) -> None:
         if not batch:
             continue
         logits = torch.randn(len(batch), V, generator=generator)
-        counting = counts.arrange(batch)
+        counting = counts.prepare(batch)
         assert counting == any(request.params.penalizes for request in batch)
         chosen = torch.randint(V, (len(batch),), generator=generator).int()
         if counting:
@@ -417,7 +417,7 @@ def test_rows_without_penalties_are_left_alone() -> None:
     logits = logits_rows(3)
     params = [SamplingParams(), SamplingParams(presence_penalty=2.0), SamplingParams()]
     counts = TokenCounts(V, CPU)
-    assert counts.arrange(requests_of(params, [[1]] * 3, [[2]] * 3))
+    assert counts.prepare(requests_of(params, [[1]] * 3, [[2]] * 3))
     changed = counts.penalize(logits) != logits
     assert changed.nonzero().tolist() == [[1, 2]]
 
@@ -427,11 +427,11 @@ def test_counts_follow_a_row_that_moves() -> None:
     plain, penalty = SamplingParams(), SamplingParams(frequency_penalty=1.0)
     others = requests_of([plain, plain, penalty], [[1]] * 3, [[2]] * 3)
     counts = TokenCounts(V, CPU)
-    assert counts.arrange(others)
+    assert counts.prepare(others)
     counts.add(torch.tensor([4, 5, 6], dtype=torch.int32))
-    assert counts.arrange(others[1:])
+    assert counts.prepare(others[1:])
     counts.add(torch.tensor([7, 8], dtype=torch.int32))
-    assert counts.arrange([others[2], others[0]])
+    assert counts.prepare([others[2], others[0]])
     logits = logits_rows(2)
     expected = logits.clone()
     expected[0, [2, 6, 8]] -= 1.0

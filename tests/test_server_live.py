@@ -15,7 +15,7 @@ from models import HELLO, PATIENCE, SMALL, until
 from serving import Served, idle, serving, slow
 
 from simplellm import LLM
-from simplellm.server.http import live
+from simplellm.server.http import live_view
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 PROMPT = "This is a secret of somebody else, and it is longer than a page."
@@ -118,30 +118,30 @@ def test_nobody_looks_when_nobody_watches(served: Served, monkeypatch: Any) -> N
         return snapshot()
 
     monkeypatch.setattr(engine, "snapshot", counted)
-    time.sleep(live.EVERY)  # until what others have seen is old
+    time.sleep(live_view.EVERY)  # until what others have seen is old
     start = time.monotonic()
     with viewing(served) as one, viewing(served) as two, viewing(served) as three:
         until(lambda: one.events and two.events and three.events)
-        time.sleep(4 * live.EVERY)
+        time.sleep(4 * live_view.EVERY)
         # What hasn't changed isn't told again.
         assert len(one.events) == 1
-        most = 1 + (time.monotonic() - start) / live.EVERY
+        most = 1 + (time.monotonic() - start) / live_view.EVERY
         assert 2 <= len(looks) <= most, "each viewer has the engine looked at"
     until(lambda: not served.service.running)
     seen = len(looks)
-    time.sleep(2 * live.EVERY)
+    time.sleep(2 * live_view.EVERY)
     assert len(looks) == seen
 
 
 def test_a_quiet_engine_gives_signs_of_life(served: Served, monkeypatch: Any) -> None:
-    monkeypatch.setattr(live, "QUIET", 0.3)
+    monkeypatch.setattr(live_view, "QUIET", 0.3)
     with viewing(served) as viewer:
-        until(lambda: viewer.raw.count(live.ALIVE.decode()) >= 2)
+        until(lambda: viewer.raw.count(live_view.ALIVE.decode()) >= 2)
         assert len(viewer.events) == 1
 
 
 def test_viewers_are_not_too_many(served: Served, monkeypatch: Any) -> None:
-    monkeypatch.setattr(live, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(live_view, "MAX_VIEWERS", 1)
     with viewing(served) as viewer:
         until(lambda: viewer.events)
         answer = served.client.get("/live")
@@ -154,8 +154,8 @@ def test_viewers_are_not_too_many(served: Served, monkeypatch: Any) -> None:
 
 def test_a_viewer_that_does_not_read(served: Served, monkeypatch: Any) -> None:
     """It is left, and a drain doesn't wait for it."""
-    monkeypatch.setattr(live, "STALLED", 0.3)
-    monkeypatch.setattr(live, "EVERY", 0.001)
+    monkeypatch.setattr(live_view, "STALLED", 0.3)
+    monkeypatch.setattr(live_view, "EVERY", 0.001)
     served.shrink()
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -214,9 +214,9 @@ def book(requests: int, pages: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("requests", "pages"), [(1, 40), (1, 60_000), (300, 60_000)])
 def test_a_large_engine_fits_a_screen(requests: int, pages: int) -> None:
-    found = live.trim_snapshot(book(requests, pages))
+    found = live_view.trim_snapshot(book(requests, pages))
     assert len(json.dumps(found)) < 16_000
-    rows = min(requests, live.MAX_ROWS)
+    rows = min(requests, live_view.MAX_ROWS)
     assert len(found["running"]) == len(found["waiting"]) == rows
     assert found["pages"]["tables"].keys() == {str(n) for n in range(rows)}
     assert found["totals"] == {
@@ -227,7 +227,7 @@ def test_a_large_engine_fits_a_screen(requests: int, pages: int) -> None:
         "kept": pages,
     }
     full, sliding = found["pages"]["tables"]["0"]
-    most = live.MAX_PAGES // (2 * rows)
+    most = live_view.MAX_PAGES // (2 * rows)
     assert full == {str(n): n for n in range(min(most, pages))}
     assert sliding == {str(pages - 9 + n): n for n in range(9)}
     assert found["pages"]["cached"][-1] == 2 * pages - 1

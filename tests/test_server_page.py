@@ -20,7 +20,7 @@ from serving import Served, idle, serving, slow
 from simplellm import LLM
 from simplellm.api.input_processor import InputProcessor
 from simplellm.apps.serving import EMBEDDED_NAME
-from simplellm.server.http.live import EVERY
+from simplellm.server.http.live_view import EVERY
 from simplellm.server.page import FOLDER
 
 FILES = sorted(

@@ -33,7 +33,7 @@ from simplellm import (
 from simplellm.base.grammar import Grammar, GrammarError
 from simplellm.base.request import Event, Request, TokenLogprobs
 from simplellm.base.request_spec import RequestSpec
-from simplellm.engine.client import RequestGrammarError
+from simplellm.engine.engine_client import RequestGrammarError
 from simplellm.server.remote import client as remote_module
 from simplellm.server.remote import wire
 from simplellm.server.remote.client import RemoteEngine, load_remote
@@ -59,7 +59,7 @@ def far(folder: Path) -> Iterator[LLM]:
     """An LLM whose engine is in another process."""
     with remote(folder, MANY) as llm:
         yield llm
-        until(lambda: not llm._delivery.readers)
+        until(lambda: not llm._output_processor.readers)
         assert not far_engine(llm).open and not far_engine(llm).answers
         assert llm.stats().cache_usage == 0
 

@@ -68,7 +68,7 @@ def both(folder: Path, tmp_path_factory: Any) -> Iterator[LLM]:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(patched), str(ROOT)]))
         with together(folder, watchdog_timeout=WATCHDOG) as llm:
             yield llm
-            until(lambda: not llm._delivery.readers)
+            until(lambda: not llm._output_processor.readers)
             until(lambda: not (replicas_of(llm).slot_of or replicas_of(llm).pending))
 
 
@@ -306,7 +306,7 @@ def test_a_full_queue_is_full_in_all_of_them(folder: Path) -> None:
 
 def home_of(llm: LLM, tokens: list[int]) -> ReplicaSlot:
     """Where a request with this prompt runs."""
-    numbers = {r.request.request_id for r in llm._delivery.readers.values()
+    numbers = {r.request.request_id for r in llm._output_processor.readers.values()
                if r.request.tokens[: len(tokens)] == tokens}  # fmt: skip
     (slot,) = {p for n, p in replicas_of(llm).slot_of.items() if n in numbers}
     return slot

@@ -21,7 +21,7 @@ from simplellm import LLM, SamplingParams
 from simplellm.base.request import UNKNOWN, Request
 from simplellm.engine import step_times
 from simplellm.engine.draft_budget import StepCosts
-from simplellm.engine.head_drafter import HeadDrafter
+from simplellm.engine.head_drafter import HeadDrafts
 from simplellm.engine.speculator import Speculator
 from simplellm.engine.stats import Stats
 from simplellm.engine.suffix_drafter import (
@@ -29,7 +29,7 @@ from simplellm.engine.suffix_drafter import (
     SuffixAutomaton,
     SuffixDrafter,
 )
-from simplellm.server.http import live
+from simplellm.server.http import live_view
 
 TIMES = [
     "arrival_time",
@@ -136,7 +136,7 @@ def test_a_number_is_a_number() -> None:
     assert sum(map(len, speculator.choose([one, other], 2, 4))) == 4  # of a room of 4
     one.tokens.append(UNKNOWN)
     assert speculator.choose([one], 1, 100) == [[]]
-    assert speculator.waits(one) and not speculator.waits(other)
+    assert speculator.should_wait(one) and not speculator.should_wait(other)
     other.max_tokens = 2  # the second token comes of the step itself
     assert speculator.choose([other], 1, 100) == [[4]]
 
@@ -177,7 +177,7 @@ def slowdown(
     ``chance`` is that a draft is right, and ``prior`` what it was for 200 steps before.
     """
     times, draft, made = StepCosts(measured), 0.28, Made()
-    speculator = Speculator(5, times, HeadDrafter, proposer=made)
+    speculator = Speculator(5, times, HeadDrafts, proposer=made)
     speculator.draft_costs = StepCosts({1: draft})
     coin = random.Random(batch)
     phases = [(prior, 200)] if prior is not None else []
@@ -297,7 +297,7 @@ def test_a_prompt_in_the_step_drafts_nothing_and_costs_no_drafts() -> None:
             return [1] * most, 0
 
     costs = StepCosts({1: 30.0, 16: 31.0, 32: 32.0, 1024: 90.0})
-    speculator = Speculator(5, costs, Model, costly=True)
+    speculator = Speculator(5, costs, Model, serial_drafter=True)
     speculator.draft_costs = StepCosts({1: 0.5, 2: 1.0})
     asked = [request([2], number) for number in range(4)]
     for _ in range(30):
@@ -356,7 +356,7 @@ def test_a_pause_between_two_steps_is_no_price_of_drafts() -> None:
 def test_a_step_with_drafts_is_one_that_was_captured() -> None:
     costs = StepCosts({1: 3.8, 1024: 7.5})
     speculator = Speculator(5, costs, proposer=Device())
-    speculator.most_ahead = 512
+    speculator.max_verify_tokens = 512
     assert speculator.plan([request([2], n) for n in range(64)], 8192) == 5
     assert speculator.plan([request([2], n) for n in range(200)], 8192) == 1
     assert speculator.plan([request([2], n) for n in range(300)], 8192) == 0
@@ -450,7 +450,10 @@ def test_servers_tell_of_drafts() -> None:
         assert served.post("/v1/completions", body).status_code == 200
         text = served.client.get("/metrics").text
         found = dict(re.findall(r"^simplellm:spec_decode_(\S+) (\S+)$", text, re.M))
-        stats, seen = llm.stats(), live.SnapshotPoller(served.service).poll()["totals"]
+        stats, seen = (
+            llm.stats(),
+            live_view.SnapshotPoller(served.service).poll()["totals"],
+        )
     labels = f'engine="0",model_name="{served.service.names[0]}"'
     sums = [sum(c.values()) for c in (stats.draft_tokens, stats.accepted_tokens)]
     assert stats.drafts > 5 and 0 < sums[1] <= sums[0] <= 2 * stats.drafts

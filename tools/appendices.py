@@ -87,9 +87,11 @@ def as_chat(prompt: str) -> list[dict[str, str]]:
 class Replies:
     """One reply by the page's `read_async`, which waits in the page's `Mailbox`."""
 
-    def __init__(self, appendix: Any, delivery: Any, request: Any, reply: Any) -> None:
+    def __init__(
+        self, appendix: Any, output_processor: Any, request: Any, reply: Any
+    ) -> None:
         self.reply, self.box, self.ended = reply, appendix.Mailbox(), False
-        self.parts = appendix.read_async(delivery, request, reply)
+        self.parts = appendix.read_async(output_processor, request, reply)
         self.filling = asyncio.create_task(self.fill())
 
     async def fill(self) -> None:
@@ -148,7 +150,7 @@ def answer_by_server(
 
         def replies(self, spec: Any, n: int | None = None, chat: bool = True) -> Any:
             ((sample,),) = llm._samples([spec], n, chat)
-            return Replies(appendix, llm._delivery, *sample)
+            return Replies(appendix, llm._output_processor, *sample)
 
     def ask(prompt: str) -> str:
         line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -244,7 +246,7 @@ def written(llm: Any, sample: Any) -> str:
     """The text of one sample."""
     from simplellm.api.streams import Stream
 
-    parts: Stream[Any] = Stream(llm, llm._delivery, [[sample]])
+    parts: Stream[Any] = Stream(llm, llm._output_processor, [[sample]])
     return "".join(part.text for part in parts)
 
 

@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "simplellm"
 # What a person reads to follow a request, in the order of its way.
 SPINE = """
-api.load api.llm api.delivery api.reply base.request engine.engine engine.scheduler
-engine.request_queues engine.page_pool engine.page_manager model.kv_pool model.batch
-engine.runner model.model model.ops model.attention model.feed_forward model.moe
-engine.sampler engine.stats
+api.load api.llm api.output_processor api.reply base.request engine.engine
+engine.scheduler engine.request_queues engine.page_pool engine.page_manager
+model.kv_pool model.batch engine.runner model.model model.ops model.attention
+model.feed_forward model.moe engine.sampler engine.stats
 """.split()
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 Graph = dict[str, set[str]]

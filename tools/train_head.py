@@ -63,7 +63,7 @@ from simplellm.model.machine import find_device, name_of
 from simplellm.model.model import Model
 from simplellm.model.one_sequence import PAGE
 from simplellm.model.ops import rms_norm
-from simplellm.model.rotations import rotations
+from simplellm.model.rope_cache import rotations
 
 STEPS = 3  # drafts in a row that are learned
 DECAY = 0.8  # of the weight of each further one

@@ -77,9 +77,9 @@ def fused_operations(
     model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> Ops:
     """The Triton kernels, each of which compiles or has a plain twin in its place."""
-    from simplellm.model.kernels.table import fused  # where Triton is
+    from simplellm.model.kernels.triton_ops import triton_ops  # where Triton is
 
-    ops = fused(
+    ops = triton_ops(
         model,
         max_num_seqs=config.max_num_seqs + config.max_drafts,
         device=device,

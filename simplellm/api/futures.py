@@ -12,7 +12,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from simplellm.api.delivery import END, Delivery, Reader, Samples, readers_of
+from simplellm.api.output_processor import (
+    END,
+    OutputProcessor,
+    Reader,
+    Samples,
+    readers_of,
+)
 
 LOGGER = logging.getLogger("simplellm")
 
@@ -24,21 +30,21 @@ class RequestFuture(Future[Any]):
     requests. So each gets a thread of its own.
     """
 
-    def __init__(self, owner: Any, delivery: Delivery, bar: tqdm) -> None:
+    def __init__(self, owner: Any, processor: OutputProcessor, bar: tqdm) -> None:
         super().__init__()
         self.bar = bar  # that shows how many replies are done
         # Stays open for as long as somebody waits for the result.
         self.owner: Any = owner
-        self.delivery: Delivery | None = delivery
+        self.processor: OutputProcessor | None = processor
         self.readers: list[Reader] = []
         self.lock = threading.RLock()  # held to cancel; a finalizer may do that inside
 
     def release(self) -> None:
         """Let go of the engine and its memory: a future may be kept for long."""
         self.bar.close()
-        if self.delivery is not None:
-            self.delivery.awaited.discard(self)
-        self.owner = self.delivery = None
+        if self.processor is not None:
+            self.processor.awaited.discard(self)
+        self.owner = self.processor = None
         self.readers = []
 
     def running(self) -> bool:
@@ -46,15 +52,15 @@ class RequestFuture(Future[Any]):
         return not self.done()
 
     def cancel(self) -> bool:
-        delivery, readers = self.delivery, self.readers
+        processor, readers = self.processor, self.readers
         with self.lock:
             if self.cancelled():
                 return True
             if not super().cancel():
                 return False
             self.set_running_or_notify_cancel()  # wakes those who wait; once only
-        if delivery is not None:
-            delivery.drop(readers)
+        if processor is not None:
+            processor.drop(readers)
         self.release()
         return True
 
@@ -80,8 +86,8 @@ class RequestFuture(Future[Any]):
         return True  # without waiting for its length
 
     def _wait(self, wait: Callable[[float | None], Any], timeout: float | None) -> Any:
-        if (delivery := self.delivery) is not None:
-            delivery.engine.check_process()
+        if (processor := self.processor) is not None:
+            processor.engine.check_process()
         try:
             return wait(timeout)
         except Exception:
@@ -103,11 +109,11 @@ class RequestFuture(Future[Any]):
             except RuntimeError:  # no more threads, or the interpreter ends
                 call(future)
 
-        if (delivery := self.delivery) is not None:
-            delivery.awaited.add(self)
+        if (processor := self.processor) is not None:
+            processor.awaited.add(self)
         super().add_done_callback(start)
-        if delivery is not None and self.done():
-            delivery.awaited.discard(self)
+        if processor is not None and self.done():
+            processor.awaited.discard(self)
 
 
 class FutureResult:
@@ -123,16 +129,16 @@ class FutureResult:
         samples: Samples,
         result: Callable[[list[list[Reader]]], Any],
     ) -> None:
-        assert future.delivery is not None
-        self.delivery, self.result = future.delivery, result
+        assert future.processor is not None
+        self.processor, self.result = future.processor, result
         self.samples = readers_of(samples, self.deliver, parts=False)
         readers = list(itertools.chain.from_iterable(self.samples))
         future.readers, self.left = readers, len(readers)  # replies to come
         self.bar = bar = future.bar
-        delivery = self.delivery
+        processor = self.processor
 
         def forget(_: object) -> None:
-            delivery.drop(readers)
+            processor.drop(readers)
             bar.close()
 
         self.future = weakref.ref(future, forget)
@@ -152,13 +158,13 @@ class FutureResult:
                 future.set_result(self.result(self.samples))
             except Exception as error:  # its frames would hold memory
                 future.set_exception(error.with_traceback(None))
-        self.delivery.drop(readers)
+        self.processor.drop(readers)
         future.release()
 
 
 def future_of(
     owner: Any,
-    delivery: Delivery,
+    processor: OutputProcessor,
     samples: Samples,
     result: Callable[[list[list[Reader]]], Any],
     show: bool = False,
@@ -169,9 +175,9 @@ def future_of(
     """
     count = sum(map(len, samples))
     bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
-    future = RequestFuture(owner, delivery, bar)
+    future = RequestFuture(owner, processor, bar)
     try:
-        delivery.submit(FutureResult(future, samples, result).samples)
+        processor.submit(FutureResult(future, samples, result).samples)
     except BaseException:
         bar.close()
         raise

@@ -40,7 +40,7 @@ from simplellm.base.grammar import Grammar
 from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import SamplingParams, StructuredOutputs
 from simplellm.checkpoint.folder import read_generation_config, small_files, turn_ends
-from simplellm.engine.client import EngineClient
+from simplellm.engine.engine_client import EngineClient
 from simplellm.sampling.allowed_tokens import AllowedTokens, bad_sequences
 from simplellm.text.dialects.dialect import HARMONY, Dialect, load_tokenizer_and_dialect
 from simplellm.text.harmony import Message, Tool, from_openai

@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
+from simplellm.api.build_outputs import outputs, turn, turns
 from simplellm.api.checks import Messages, Prompt, is_several
-from simplellm.api.delivery import Delivery, Samples
 from simplellm.api.futures import RequestFuture, future_of
 from simplellm.api.input_processor import MAX_SAMPLES, LoadedModel
+from simplellm.api.output_processor import OutputProcessor, Samples
 from simplellm.api.outputs import ChatOutput, RequestOutput
 from simplellm.api.reply import ChatReply, Reply, TextReply
-from simplellm.api.results import outputs, turn, turns
 from simplellm.api.streams import AsyncStream, Replies, Stream
 from simplellm.base.config import EngineConfig, check_number, expect
 from simplellm.base.request import EngineError, Request
 from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import SamplingParams
-from simplellm.engine.client import EngineClient
+from simplellm.engine.engine_client import EngineClient
 from simplellm.engine.stats import Stats
 from simplellm.text.harmony import Delta
 from simplellm.text.tokenizer import Tokenizer
@@ -84,10 +84,10 @@ class LLM:
         # What generation_config.json recommends, and the tokens that end a turn.
         self.default_params = loaded.input_processor.default_params
         self.eos_token_ids = loaded.input_processor.eos_token_ids
-        self._delivery = Delivery(loaded.engine)
+        self._output_processor = processor = OutputProcessor(loaded.engine)
         # Also runs at the interpreter's exit, before it stops threads by force.
-        self._finalizer = weakref.finalize(self, self._delivery.close, True, 60.0)
-        self._delivery.start()
+        self._finalizer = weakref.finalize(self, processor.close, True, 60.0)
+        processor.start()
 
     @property
     def engine_core(self) -> "Engine":
@@ -133,7 +133,7 @@ class LLM:
         """
         requests = self.input_processor.process_all(prompts, sampling_params, overrides)
         samples = self._samples(requests)
-        return future_of(self, self._delivery, samples, outputs, show=use_tqdm)
+        return future_of(self, self._output_processor, samples, outputs, show=use_tqdm)
 
     def stream(
         self,
@@ -147,7 +147,7 @@ class LLM:
         has the finish_reason. Closing or dropping the iterator ends the request.
         """
         request = self.input_processor.process(prompt, sampling_params, overrides)
-        return Stream(self, self._delivery, self._one_sample(request))
+        return Stream(self, self._output_processor, self._one_sample(request))
 
     def stream_async(
         self,
@@ -160,7 +160,7 @@ class LLM:
         The request starts with the iteration, its ``timeout`` with this call.
         """
         request = self.input_processor.process(prompt, sampling_params, overrides)
-        return AsyncStream(self, self._delivery, self._one_sample(request))
+        return AsyncStream(self, self._output_processor, self._one_sample(request))
 
     @overload
     def chat(self, messages: Messages, **options: Any) -> ChatOutput: ...
@@ -189,7 +189,7 @@ class LLM:
         requests = self.input_processor.process_chats(messages, options)
         result = turns if is_several(messages) else turn
         samples = self._samples(requests, chat=True)
-        return future_of(self, self._delivery, samples, result, show=use_tqdm)
+        return future_of(self, self._output_processor, samples, result, show=use_tqdm)
 
     async def chat_async(self, messages: Any, **options: Any) -> Any:
         """`chat`, for ``await``. Cancelling the task ends the requests."""
@@ -204,7 +204,7 @@ class LLM:
         sample = self._one_sample(
             self.input_processor.process_chat(messages, **options), chat=True
         )
-        return Stream(self, self._delivery, sample)
+        return Stream(self, self._output_processor, sample)
 
     def stream_chat_async(
         self, messages: Messages, **options: Any
@@ -213,7 +213,7 @@ class LLM:
         sample = self._one_sample(
             self.input_processor.process_chat(messages, **options), chat=True
         )
-        return AsyncStream(self, self._delivery, sample)
+        return AsyncStream(self, self._output_processor, sample)
 
     def replies(
         self,
@@ -228,7 +228,7 @@ class LLM:
         ``chat``, a Delta.
         """
         specs = [specs] if isinstance(specs, RequestSpec) else specs
-        replies = Replies(self, self._delivery, self._samples(specs, n, chat))
+        replies = Replies(self, self._output_processor, self._samples(specs, n, chat))
         replies.submit()
         return replies
 
@@ -238,7 +238,7 @@ class LLM:
 
     def close(self, *, cancel: bool = False) -> None:
         """Finish or ``cancel`` what was asked for, take no more and free its memory."""
-        self._delivery.close(cancel)
+        self._output_processor.close(cancel)
         self._finalizer.detach()
 
     def __enter__(self) -> Self:

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from simplellm.api.delivery import END, Delivery, Samples, readers_of
+from simplellm.api.build_outputs import usage
+from simplellm.api.output_processor import END, OutputProcessor, Samples, readers_of
 from simplellm.api.outputs import Usage, merge
-from simplellm.api.results import usage
 
 Part = TypeVar("Part")
 MANY = 64  # parts of a reply that wait as they came
@@ -92,8 +92,10 @@ class Parts:
 
     ends = False  # whether END comes too, behind the last part of each reply
 
-    def __init__(self, owner: Any, delivery: Delivery, samples: Samples) -> None:
-        self.owner, self.delivery = owner, delivery  # the owner stays open meanwhile
+    def __init__(
+        self, owner: Any, processor: OutputProcessor, samples: Samples
+    ) -> None:
+        self.owner, self.processor = owner, processor  # the owner stays open meanwhile
         self.inbox = Inbox()
         self.samples = readers_of(samples, self.inbox.put)
         self.readers = list(itertools.chain.from_iterable(self.samples))
@@ -132,7 +134,7 @@ class Parts:
         """The reader wants no more."""
         self.left = 0
         self.taken.clear()
-        self.delivery.drop(self.readers)
+        self.processor.drop(self.readers)
 
     def __del__(self) -> None:
         if hasattr(self, "taken"):
@@ -142,11 +144,13 @@ class Parts:
 class Stream(Parts, Iterator[Part]):
     """The parts of one reply, for a thread."""
 
-    def __init__(self, owner: Any, delivery: Delivery, samples: Samples) -> None:
-        super().__init__(owner, delivery, samples)
+    def __init__(
+        self, owner: Any, processor: OutputProcessor, samples: Samples
+    ) -> None:
+        super().__init__(owner, processor, samples)
         self.arrived = threading.Event()
         self.inbox.wake = self.arrived.set
-        delivery.submit(self.samples)
+        processor.submit(self.samples)
 
     def __next__(self) -> Part:
         while not self.taken:
@@ -158,7 +162,7 @@ class Stream(Parts, Iterator[Part]):
                 self.close()
                 raise
             if not arrived:
-                self.delivery.engine.check()
+                self.processor.engine.check()
             self.arrived.clear()
             self.take(list)
         return self.next()[1]
@@ -171,16 +175,18 @@ class AsyncParts(Parts):
     all.
     """
 
-    def __init__(self, owner: Any, delivery: Delivery, samples: Samples) -> None:
-        super().__init__(owner, delivery, samples)
+    def __init__(
+        self, owner: Any, processor: OutputProcessor, samples: Samples
+    ) -> None:
+        super().__init__(owner, processor, samples)
         self.arrived = asyncio.Event()
 
     def submit(self) -> None:
-        """Begin, in the event loop that will read. Raises as `Delivery.submit`."""
+        """Begin, in the event loop that will read. Raises as `submit` does."""
         loop = asyncio.get_running_loop()
-        waker = self.delivery.wakers.setdefault(loop, LoopWaker(loop))
+        waker = self.processor.wakers.setdefault(loop, LoopWaker(loop))
         self.inbox.wake = partial(waker.set, self.arrived)
-        self.delivery.submit(self.samples)
+        self.processor.submit(self.samples)
 
     async def read(self) -> tuple[int, Any]:
         """Wait for the next part, and for the index of its reply."""

@@ -192,15 +192,15 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
     Raises TypeError or ValueError, which name what is not supported here.
     """
     check_allowed(FIELD, config)
-    method, known = config.get("quant_method"), ", ".join(map(repr, DIALECTS))
+    method, known = config.get("quant_method"), ", ".join(map(repr, QUANT_METHODS))
     expected = (
         f"one of {known}. `simplellm quantize` writes the first three from weights of "
         "16 bits"
     )
-    expect(method in DIALECTS, f"{FIELD}.quant_method", method, expected)
+    expect(method in QUANT_METHODS, f"{FIELD}.quant_method", method, expected)
     if config.get("kv_cache_scheme") is not None:
         LOGGER.warning("kv_cache_scheme is ignored unless kv_cache_dtype is 'fp8'")
-    return DIALECTS[config["quant_method"]](config)
+    return QUANT_METHODS[config["quant_method"]](config)
 
 
 def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat]:
@@ -470,7 +470,7 @@ def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> Grouped
     return GroupedInt4("INT4", PACKED, "int32", inputs=False, group_size=size)
 
 
-DIALECTS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+QUANT_METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
     "mxfp4": read_mxfp4,

@@ -16,7 +16,7 @@ from simplellm.checkpoint.eagle import (
 from simplellm.checkpoint.families import read_config
 from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.graphs import MOST_VERIFIED, bucket_sizes
-from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafter, HeadProposer
+from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafts, HeadProposer
 from simplellm.engine.model_drafter import ModelDrafter, seconds_per_draft
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
@@ -95,7 +95,10 @@ def capture_drafts(scheduler: object, runner: Runner) -> None:
     if runner.proposer is not None:
         views = {
             graph.shape: runner.batch_of(graph.shape)
-            for graph in (*(runner.drafting or runner.captured), *runner.verifying)
+            for graph in (
+                *(runner.drafting_graphs or runner.decode_graphs),
+                *runner.verify_graphs,
+            )
         }
         sizes, most = bucket_sizes(runner.max_num_seqs), speculators[0].most
         numbers = [most] if speculators[0].costs is None else range(1, most + 1)
@@ -111,14 +114,14 @@ def measure_costs(speculators: Sequence[Speculator], runner: Runner) -> None:
     costs, seconds = StepCosts(time_steps(runner)), {1: 0.0}
     if runner.proposer is not None:
         seconds = runner.proposer.seconds_per_draft()
-    elif first.costly:
+    elif first.serial_drafter:
         drafter: Any = first.drafter()
         one_draft = seconds_per_draft(drafter.model)
         seconds = {1: one_draft, 2: 2 * one_draft}  # one request after another
     for one in speculators:
         one.costs, one.draft_costs = costs, StepCosts(seconds)
-        if runner.verifying:  # what has no graph is bound by the host
-            one.most_ahead = runner.verifying[-1].size
+        if runner.verify_graphs:  # what has no graph is bound by the host
+            one.max_verify_tokens = runner.verify_graphs[-1].size
 
 
 def build_speculative_schedulers(
@@ -139,10 +142,10 @@ def build_speculative_schedulers(
     if draft is not None:
         most, drafter = number or HEAD_DRAFTS, partial(ModelDrafter, draft)
     elif find_head(config, runner.model.config) is not None:
-        most, drafter = number or HEAD_DRAFTS, HeadDrafter
+        most, drafter = number or HEAD_DRAFTS, HeadDrafts
         runner.proposer = head_proposer(runner, config, most)
     costs = StepCosts({1: 0.0}) if number is None else None
-    how: Any = {"proposer": runner.proposer, "costly": draft is not None}
+    how: Any = {"proposer": runner.proposer, "serial_drafter": draft is not None}
     # Other ranks don't have what is drafted on this one's device.
     how["overlaps"] = runner.proposer is None or runner.ranks.size == 1
     speculators = [Speculator(most, costs, drafter, **how) for _ in managers]
@@ -176,7 +179,7 @@ def head_proposer(
         rows = max(rows, MOST_VERIFIED)
     ops = ranks.operations_alone(model.ops)
     if ops.name == "Triton":
-        from simplellm.model.kernels.table import attend_in
+        from simplellm.model.kernels.triton_ops import attend_in
 
         heads = form.num_attention_heads, form.num_key_value_heads, form.head_dim
         attend = attend_in(rows, *heads, model.device, config.batch_invariant)

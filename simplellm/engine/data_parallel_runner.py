@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig
-from simplellm.base.draft_position import SamplePosition
 from simplellm.base.grammar import GrammarError
+from simplellm.base.sample_position import SamplePosition
 from simplellm.engine.data_parallel_ranks import DataLeader, RemoteRank
-from simplellm.engine.draft_chunks import has_drafts, step_positions
 from simplellm.engine.graphs import Agreed, CapturedGraph, CaptureShape
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.step_output import StepOutput, step_output
+from simplellm.engine.verify_chunks import has_drafts, step_positions
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
@@ -150,7 +150,7 @@ class DataParallelRunner(Runner):
         # Of the others' tokens this rank counts only those that it knows.
         counted = any(row.params.penalizes for part in rows[1:] for row in part)
         if counted or any(row.needs_last_token for part in rows for row in part):
-            self.drain()  # the devices compute meanwhile
+            self.finish_steps_in_flight()  # the devices compute meanwhile
         flights: list[Flight] = []
 
         def wait() -> StepOutput:
@@ -181,7 +181,7 @@ class DataParallelRunner(Runner):
             size = max(graph.size for graph in graphs)
             # Where one checks drafts, all of them replay a graph that does.
             if any(graph.shape.queries > 1 for graph in graphs):
-                graphs = self.verifying
+                graphs = self.verify_graphs
             for graph in graphs:
                 if graph.size >= size:
                     return Agreed(graph, graph.size)

@@ -51,7 +51,7 @@ class AcceptanceRate:
         """Believe less in it, so that it's tried again."""
         self.right, self.tried = FADE * self.right, FADE * self.tried
 
-    def mixed(self, other: float, weight: float) -> float:
+    def with_prior(self, other: float, weight: float) -> float:
         """The rate, if ``other`` was seen in ``weight`` drafts before."""
         return (self.right + weight * other) / (self.tried + weight)
 

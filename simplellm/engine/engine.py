@@ -18,8 +18,8 @@ from typing import Any
 from simplellm.base.event_queue import EventQueue
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
-from simplellm.engine.client import EngineBase, failure
 from simplellm.engine.data_parallel_scheduler import DataParallelScheduler
+from simplellm.engine.engine_client import EngineBase, failure
 from simplellm.engine.launch_timer import LaunchTimer
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
@@ -46,7 +46,7 @@ class Engine(EngineBase):
     ) -> None:
         super().__init__()
         self.scheduler, self.runner = scheduler, runner
-        runner.drain = partial(self.collect, 0)
+        runner.finish_steps_in_flight = partial(self.collect, 0)
         self.max_model_len = max_model_len
         self.depth = int(overlap)  # steps under way while the next one is scheduled
         self.meter = Meter()

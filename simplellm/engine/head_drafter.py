@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.base.draft_position import SamplePosition
 from simplellm.base.host_memory import pinned, upload
 from simplellm.base.request import UNKNOWN, Request
-from simplellm.engine.draft_chunks import PlaceholderChunk, has_drafts, num_drafts
+from simplellm.base.sample_position import SamplePosition
 from simplellm.engine.graphs import (
     MOST_VERIFIED,
     CaptureError,
@@ -31,6 +30,7 @@ from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.step_times import fastest
+from simplellm.engine.verify_chunks import PlaceholderChunk, has_drafts, num_drafts
 from simplellm.model.batch import Batch, KVGroup
 from simplellm.model.eagle import Head, with_taps
 from simplellm.model.model import Model
@@ -65,7 +65,7 @@ def equal_drafts(drafts: Tensor, sampled: Tensor) -> Tensor:
     return drafts == sampled
 
 
-class HeadDrafter:
+class HeadDrafts:
     """Holds one request's drafts, which `HeadProposer` made."""
 
     def __init__(self) -> None:

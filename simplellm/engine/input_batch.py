@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from simplellm.base.draft_position import SamplePosition
 from simplellm.base.request import UNKNOWN
+from simplellm.base.sample_position import SamplePosition
 from simplellm.engine.block_tables import BlockTables
-from simplellm.engine.draft_chunks import PlaceholderChunk, has_drafts, num_drafts
 from simplellm.engine.page_pool import PageTable
 from simplellm.engine.scheduler import ScheduledChunk
+from simplellm.engine.verify_chunks import PlaceholderChunk, has_drafts, num_drafts
 
 
 def split_chunks(

@@ -51,8 +51,8 @@ class PageManager(PagePool):
             self.free.append(page)
             return
         self.cached[page] = None
-        # Behind the window, a page helps only a prefix that ends nearby. Unless
-        # there was one before, it must not crowd out pages that any prefix needs.
+        # A page behind the window helps only prompts that end near it: it is evicted
+        # before all others, unless one has ended there.
         if behind and page not in self.kept_longer:
             self.cached.move_to_end(page, last=False)
 

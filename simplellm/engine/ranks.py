@@ -36,8 +36,8 @@ from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.sharding import Shard, ShardedSource
 from simplellm.checkpoint.source import Source
 from simplellm.engine.graphs import CaptureShape
-from simplellm.engine.progress import Progress, StallDetector
 from simplellm.engine.sampler import SamplerOutput, SamplingTensors
+from simplellm.engine.stall_detector import Progress, StallDetector
 from simplellm.model.machine import dtype_name
 from simplellm.model.ops import Ops
 from simplellm.model.parallel import Group, VocabularyShard, parallel_table

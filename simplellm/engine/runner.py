@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig
-from simplellm.base.draft_position import SamplePosition, output_lengths
 from simplellm.base.host_memory import fetch, pinned, upload
+from simplellm.base.sample_position import SamplePosition, output_lengths
 from simplellm.engine.block_tables import BlockTables
-from simplellm.engine.draft_chunks import has_drafts, num_drafts, step_positions
 from simplellm.engine.graphs import (
     MIXED_SIZES,
     MOST_CHUNKS,
@@ -31,6 +30,7 @@ from simplellm.engine.ranks import ALONE, Ranks
 from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.step_output import StepOutput, step_output
+from simplellm.engine.verify_chunks import has_drafts, num_drafts, step_positions
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -49,8 +49,8 @@ Flight = Callable[[], StepOutput]  # waits for what a step has sampled
 class Runner:
     """Starts steps on the device; what they sampled can be had later.
 
-    A token that the host has not seen yet is named by its place among those that the
-    step before has sampled.
+    If the host doesn't know a token yet, its input id is -1 - i: it is row i of what
+    the step before has sampled, on the device.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Runner:
         )
         self.counts = TokenCounts(vocab_size, self.device)
         self.masks = Masks(vocab_size, rows, self.device)
-        # Makes all tokens of earlier steps known, as a mask may need them.
-        self.drain: Callable[[], None] = lambda: None
+        # A mask may need all tokens of earlier steps.
+        self.finish_steps_in_flight: Callable[[], None] = lambda: None
         self.buffer_index = 0
         # Whose tokens are in sampled_tokens, row by row.
         self.sampling: list[SamplePosition] = []
@@ -96,14 +96,14 @@ class Runner:
         self.speculative = config.speculative is not None
         self.checking = False  # whether the step under way has drafts
         self.scores: list[PromptScores] = []  # of the step under way
-        self.captured: list[CapturedGraph] = []  # decode steps, by size
-        self.drafting: list[CapturedGraph] = []  # the same, after which a head drafts
-        self.mixed: list[CapturedGraph] = []  # steps with prompts, by size
-        self.verifying: list[CapturedGraph] = []  # decode steps with drafts, by size
+        self.decode_graphs = list[CapturedGraph]()  # by size, as all of these
+        self.drafting_graphs = list[CapturedGraph]()  # decodes, and a head drafts
+        self.verify_graphs = list[CapturedGraph]()  # decodes, with drafts
+        self.mixed_graphs = list[CapturedGraph]()  # with prompts
         # The step under way: what it computes, its shape, and that of its graph.
         self.step: tuple[Sequence[ScheduledChunk], Any, CaptureShape | None]
-        # Of a step: whose, and whether tokens are forbidden or penalized for none.
-        self._columns: tuple[list[int], SamplingTensors, bool] | None = None
+        # Of a step: its requests, parameters, and if none is masked or penalized.
+        self._cached_sampling: tuple[list[int], SamplingTensors, bool] | None = None
 
     def view(
         self,
@@ -120,9 +120,9 @@ class Runner:
 
     def batch_of(self, shape: CaptureShape) -> Batch:
         """The captured step of this shape."""
-        tokens, most, chunks, queries = shape
-        rows, width = most + chunks, self.table_width
-        return self.view(self.inputs, tokens, rows, width, most, queries)
+        tokens, decodes, chunks, queries = shape
+        rows, width = decodes + chunks, self.table_width
+        return self.view(self.inputs, tokens, rows, width, decodes, queries)
 
     # Graphs
 
@@ -141,7 +141,7 @@ class Runner:
         def padding(shape: CaptureShape) -> Callable[[], object]:
             batch = self.batch_of(shape)
             batch.pad()
-            return partial(self.replayed, batch, shape)
+            return partial(self.captured_step, batch, shape)
 
         seqs = self.max_num_seqs
         shapes = [*(CaptureShape(size, size) for size in decodes), *verifying]
@@ -149,33 +149,34 @@ class Runner:
             CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
         ]
         graphs = capture_graphs(padding, shapes, self.ranks.min_of_all)
-        self.mixed = [graph for graph in graphs if graph.shape.chunks]
+        self.mixed_graphs = [graph for graph in graphs if graph.shape.chunks]
         plain = [graph for graph in graphs if not graph.shape.chunks]
-        self.captured = [graph for graph in plain if graph.shape.queries == 1]
-        self.verifying = [graph for graph in plain if graph.shape.queries > 1]
+        self.decode_graphs = [graph for graph in plain if graph.shape.queries == 1]
+        self.verify_graphs = [graph for graph in plain if graph.shape.queries > 1]
         if self.proposer is not None and self.ranks.size == 1:  # again, without states
-            self.drafting, self.proposer.aux.wanted = self.captured, False
-            shapes = [graph.shape for graph in self.drafting]
-            self.captured = capture_graphs(padding, shapes, self.ranks.min_of_all)
+            self.drafting_graphs, self.proposer.aux.wanted = self.decode_graphs, False
+            shapes = [graph.shape for graph in self.drafting_graphs]
+            self.decode_graphs = capture_graphs(padding, shapes, self.ranks.min_of_all)
             self.proposer.aux.wanted = True
 
     def _graph(
         self, scheduled: Sequence[ScheduledChunk], drafting: bool
     ) -> CapturedGraph | None:
         """The graph for a step that is nothing but decodes, if there is one."""
-        count, graphs = len(scheduled), (drafting and self.drafting) or self.captured
+        count = len(scheduled)
+        graphs = (drafting and self.drafting_graphs) or self.decode_graphs
         for chunk in scheduled:
             _, _, length, samples = chunk
             if not samples or (length > 1 and not num_drafts(chunk)):
                 return None
             if length > 1:
-                count, graphs = count + length - 1, self.verifying
+                count, graphs = count + length - 1, self.verify_graphs
         index = bisect_left(graphs, count, key=lambda graph: graph.size)
         return graphs[index] if index < len(graphs) else None
 
     def _mixed(self, real: CaptureShape, samples: int = 0) -> CapturedGraph | None:
         """The graph for a step with chunks of prompts, if there is one."""
-        for graph in self.mixed if real.chunks else ():
+        for graph in self.mixed_graphs if real.chunks else ():
             rows = graph.shape.decodes + graph.shape.chunks
             if samples <= rows and all(map(le, real, graph.shape)):
                 return graph
@@ -183,7 +184,7 @@ class Runner:
 
     def graph_of(self, shape: CaptureShape | None) -> CapturedGraph | None:
         """The graph that another rank replays, of this shape; None for none."""
-        graphs = (*self.captured, *self.verifying, *self.mixed)
+        graphs = (*self.decode_graphs, *self.verify_graphs, *self.mixed_graphs)
         return next((graph for graph in graphs if graph.shape == shape), None)
 
     # Steps
@@ -194,7 +195,7 @@ class Runner:
         rows = step_positions(scheduled, self.checking)
         self.start_forward(scheduled, rows)
         if any(map(NEEDS_LAST_TOKEN, rows)):
-            self.drain()  # the device computes meanwhile
+            self.finish_steps_in_flight()  # the device computes meanwhile
         return self.sample(rows)
 
     @torch.inference_mode()
@@ -220,13 +221,12 @@ class Runner:
             graph = self._graph(scheduled, drafting) or self._mixed(real, len(sampling))
             agreed = Agreed(graph, real.tokens)
         graph = agreed.graph
-        tokens, most, chunks, queries = real if graph is None else graph.shape
+        tokens, decodes, chunks, queries = real if graph is None else graph.shape
         if graph is None:
             tokens = agreed.tokens
-            # A sequence samples once. Where drafts are checked there are more samples,
-            # and so more sequences, of no length.
+            # Each row samples once. For d drafts, d rows without tokens are added.
             chunks += sum(map(num_drafts, scheduled))
-        shape = tokens, most + chunks, self._pages(scheduled), most, queries
+        shape = tokens, decodes + chunks, self._pages(scheduled), decodes, queries
         self.buffer_index ^= 1
         staging = self.staging[self.buffer_index]
         batch = self.view(staging.numpy(), *shape)
@@ -236,8 +236,8 @@ class Runner:
             self.proposer.link_placeholders(scheduled, batch.query_start_loc)
         flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
         targets = prompt_targets(scheduled, self.device)
-        replayed = None if graph is None else graph.shape
-        self.ranks.send_forward(flat, shape, len(sampling), copies, targets, replayed)
+        captured = None if graph is None else graph.shape
+        self.ranks.send_forward(flat, shape, len(sampling), copies, targets, captured)
         self.sampling = [*sampling]
         alone = graph is not None and not graph.shape.chunks
         self.step = scheduled, shape, graph.shape if graph and alone else None
@@ -274,7 +274,7 @@ class Runner:
             last = hidden[batch.logits_indices[:count]] if fewer else hidden
             self.sampled_tokens[:count] = self.model.head(last, self.logits[:count])
 
-    def replayed(self, batch: Batch, shape: CaptureShape) -> None:
+    def captured_step(self, batch: Batch, shape: CaptureShape) -> None:
         """What the graph of a step does.
 
         All decodes sample. How many of a step with prompts do is not known yet, so that
@@ -302,9 +302,9 @@ class Runner:
         count = len(requests)
         if count == 0:  # it is waited for all the same: its inputs are reused
             return self._fetch(requests, SamplerOutput(self.sampled_tokens[:0]))
-        columns, free = self._columns_of(requests)
-        counting = False if free else self.counts.arrange(requests)
-        mask = None if free else self.masks.arrange(requests)
+        columns, unrestricted = self._sampling_tensors(requests)
+        counting = False if unrestricted else self.counts.prepare(requests)
+        mask = None if unrestricted else self.masks.prepare(requests)
         sampled = SamplerOutput(self.sampled_tokens[:count])
         changed = counting or mask is not None or columns.bias is not None
         if columns.random or changed or columns.logprobs is not None:
@@ -332,7 +332,7 @@ class Runner:
         best[:] = sampled.tokens
         return sampled
 
-    def _columns_of(
+    def _sampling_tensors(
         self, requests: Sequence[SamplePosition]
     ) -> tuple[SamplingTensors, bool]:
         """The sampling parameters of ``requests``, kept for as long as these stay.
@@ -340,19 +340,19 @@ class Runner:
         And whether these have stayed, and may all get any token, unpenalized.
         """
         numbers = [request.request_id for request in requests]
-        if self._columns is not None and self._columns[0] == numbers:
-            return self._columns[1:]
+        if self._cached_sampling is not None and self._cached_sampling[0] == numbers:
+            return self._cached_sampling[1:]
         params = [request.params for request in requests]
         vocab_size = self.model.config.vocab_size
         seeds = [request.seed for request in requests]
         tensors = SamplingTensors.of(params, vocab_size, self.device, seeds)
         bound = any(r.restricted or r.params.penalizes for r in requests)
-        self._columns = numbers, tensors, not bound
+        self._cached_sampling = numbers, tensors, not bound
         return tensors, False
 
     def invalidate(self) -> None:
         """Drop what is kept from step to step: a step failed, and it may be wrong."""
-        self._columns = None
+        self._cached_sampling = None
         self.counts.invalidate()
 
     def _fetch(

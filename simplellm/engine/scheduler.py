@@ -190,9 +190,9 @@ class Scheduler(RequestQueues):
     ) -> list[tuple[Request, Sequence[int]]]:
         """Book the results of a step: the ``tokens`` of each chunk that samples.
 
-        There is one, or several if a grammar forced them, or if a draft was right about
-        what follows; then no later step of this request may have begun. Returns the
-        requests with the tokens that they keep, and ends those that these complete.
+        There is one, or several if a grammar forced them or drafts were right. Then no
+        later step of the request may have begun, unless a subclass's `_keep` copes. It
+        returns requests with the tokens that they keep, and ends those that are over.
         """
         sampling = [chunk for chunk in scheduled if chunk.samples]
         new = []

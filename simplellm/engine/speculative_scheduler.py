@@ -7,15 +7,15 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from simplellm.base.request import UNKNOWN, Request
-from simplellm.engine.draft_chunks import (
+from simplellm.engine.scheduler import ScheduledChunk, Scheduler
+from simplellm.engine.speculator import TIMED_BACKOFF_STEPS, Speculator
+from simplellm.engine.verify_chunks import (
     DraftChunk,
     PlaceholderChunk,
     has_drafts,
     num_drafts,
     without_drafts,
 )
-from simplellm.engine.scheduler import ScheduledChunk, Scheduler
-from simplellm.engine.speculator import TIMED_BACKOFF_STEPS, Speculator
 
 MAX_INTERVAL = 1.0  # seconds between steps that follow one another
 
@@ -66,7 +66,7 @@ class SpeculativeScheduler(Scheduler):
             known = not request.overlaps_drafts or speculator.proposer is None
             if known or may_end or speculator.backoff.left >= TIMED_BACKOFF_STEPS:
                 return False
-        return speculator.backoff.left > 0 or not speculator.waits(request)
+        return speculator.backoff.left > 0 or not speculator.should_wait(request)
 
     def schedule(self) -> list[ScheduledChunk]:
         """What to compute now: decodes without drafts, with them, then prompts.

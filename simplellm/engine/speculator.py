@@ -87,14 +87,18 @@ class Speculator:
         drafter: Callable[[], Drafter] = SuffixDrafter,
         *,
         proposer: Proposer | None = None,
-        costly: bool = False,
+        serial_drafter: bool = False,
         overlaps: bool = True,
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
         self.overlaps = overlaps  # requests' steps, where their drafts are made
-        self.costly = costly  # drafts are made one request after the other
+        self.serial_drafter = (
+            serial_drafter  # drafts are made one request after the other
+        )
         self.draft_costs = StepCosts({1: 0.0})  # of a draft for so many requests
-        self.most_ahead: int | None = None  # tokens of a step, where drafts follow
+        self.max_verify_tokens: int | None = (
+            None  # tokens of a step, where drafts follow
+        )
         self.proposer = proposer
         if proposer is not None:
             proposer.deliver = self.receive
@@ -156,8 +160,8 @@ class Speculator:
     def plan(self, requests: Sequence[Request], max_drafts: int) -> int:
         """Choose how many drafts are made of each of ``requests`` after the next step.
 
-        They are for the step after it, which checks at most ``max_drafts``: as many of
-        each, as if all their drafts were equally good. 0: none are made.
+        The step after it checks them, at most ``max_drafts`` in all. Every request
+        gets the same number, by the mean of their acceptance. 0: none are made.
         """
         if self.proposer is None:
             return 0
@@ -165,8 +169,8 @@ class Speculator:
         if self.costs is not None and requests and not self.backoff.left:
             rows = len(requests)
             chance = mean(self._chance(self._state_of(one)) for one in requests)
-            if self.most_ahead is not None:
-                max_drafts = min(max_drafts, self.most_ahead - rows)
+            if self.max_verify_tokens is not None:
+                max_drafts = min(max_drafts, self.max_verify_tokens - rows)
             offered = max(min(self.most, max_drafts // rows), 0)
 
             def cost(each: int) -> float:  # of a step with so many tokens of each
@@ -216,10 +220,10 @@ class Speculator:
     def _chance(self, state: DraftState) -> float:
         """How likely a draft is right if those before it are."""
         prior = PRIOR_ACCEPTANCE if self.proposer is None else HEAD_PRIOR_ACCEPTANCE
-        shared = self._shared_rate(state.confidence).mixed(prior, PRIOR_WEIGHT)
-        return state.rate.mixed(shared, OWN_WEIGHT)
+        shared = self._shared_rate(state.confidence).with_prior(prior, PRIOR_WEIGHT)
+        return state.rate.with_prior(shared, OWN_WEIGHT)
 
-    def waits(self, request: Request) -> bool:
+    def should_wait(self, request: Request) -> bool:
         """Whether a request should let a step pass until its last token is known.
 
         Only then drafts can follow it; else it may have the next step at once.
@@ -228,7 +232,7 @@ class Speculator:
             return False
         if self.proposer is not None:  # it has them on the device
             return self.proposer.count > 0 and not request.overlaps_drafts
-        if self.costly:
+        if self.serial_drafter:
             return True
         request.tokens.pop()  # for now: a copy of a long text would cost more
         try:
@@ -269,7 +273,12 @@ class Speculator:
             return [[] for _ in requests]
         drafts: list[list[int]] = []
         counts = self._choose_counts(states, offered, computed, max_drafts)
-        if self.costly and self.costs is not None and any(offered) and not any(counts):
+        if (
+            self.serial_drafter
+            and self.costs is not None
+            and any(offered)
+            and not any(counts)
+        ):
             self._give_up(unprofitable=True)  # they have been made for nothing
         for request, own, count in zip(requests, states, counts, strict=True):
             unknown = request.tokens[-1] == UNKNOWN
@@ -321,8 +330,8 @@ class Speculator:
     ) -> float:
         """The same, as it was measured at the start."""
         assert self.costs is not None
-        # With `costly` ones, whether they are checked or not.
-        made = self.most if self.costly and drafts else each
+        # With `serial_drafter` ones, whether they are checked or not.
+        made = self.most if self.serial_drafter and drafts else each
         return self.costs(tokens) + made * self.draft_costs(requests)
 
     def learn_interval(

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from simplellm.base.draft_position import SamplePosition
 from simplellm.base.request import Request, TokenLogprobs
+from simplellm.base.sample_position import SamplePosition
 from simplellm.engine.drafts import accept_drafts
 from simplellm.sampling.logprobs import PromptScores, prompt_entries, token_logprobs
 

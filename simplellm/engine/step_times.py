@@ -26,7 +26,7 @@ def time_steps(runner: Runner) -> dict[int, float]:
     first position, which must be empty.
     """
     most = min(len(runner.sampled_tokens), MOST_TOKENS)
-    graphs = runner.verifying or runner.captured
+    graphs = runner.verify_graphs or runner.decode_graphs
     padded = [graph.size for graph in graphs if 1 < graph.size <= most]
     doubled = [1 << power for power in range(most.bit_length())]
     seconds = {
@@ -53,7 +53,11 @@ def fastest(run: Callable[[], object], device: torch.device) -> float:
 def dummy_step(runner: Runner, size: int) -> Callable[[], object]:
     """A step of ``size`` sequences with one token each, ready to run."""
     device, shape, flat = runner.device, CaptureShape(size, size), runner.inputs
-    graphs = runner.verifying if size > 1 and runner.verifying else runner.captured
+    graphs = (
+        runner.verify_graphs
+        if size > 1 and runner.verify_graphs
+        else runner.decode_graphs
+    )
     graph = next((graph for graph in graphs if graph.size >= size), None)
     pages = runner.table_width if device.type == "cuda" else 1
     if graph is not None:
@@ -69,4 +73,6 @@ def dummy_step(runner: Runner, size: int) -> Callable[[], object]:
     batch.lengths[:size] = 1
     batch.query_start_loc[:] = torch.arange(rows + 1).clamp(max=size)
     batch.logits_indices[:size] = torch.arange(size)
-    return partial(runner.replayed, batch, shape) if graph is None else graph.replay
+    return (
+        partial(runner.captured_step, batch, shape) if graph is None else graph.replay
+    )

@@ -68,7 +68,7 @@ def dummy_sampler_run(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     """A token drawn with ``params``, for one row: more need no other kernels."""
     model, device = runner.model.config, runner.device
     counts = TokenCounts(model.vocab_size, device)
-    some = counts.arrange([Request([0], 1, params)])
+    some = counts.prepare([Request([0], 1, params)])
     columns = SamplingTensors.of([params], model.vocab_size, device)
     steps = torch.zeros(1, dtype=torch.int64, device=device)
     logits = adjust_logits(

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from simplellm.model.chunks_as_decodes import chunks_as_decodes
 from simplellm.model.kv_gather import GatherPlan, plan_gathers
-from simplellm.model.token_rows import token_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class KVGroup:
     @cached_property
     def by_token(self) -> "KVGroup":
         """The same tokens, each as a decode, if together they read few positions."""
-        return replace(self, **token_rows(self))
+        return replace(self, **chunks_as_decodes(self))
 
 
 @dataclass(frozen=True, eq=False)

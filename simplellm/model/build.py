@@ -22,7 +22,7 @@ from simplellm.model.layers import (
 )
 from simplellm.model.model import Model
 from simplellm.model.ops import Ops
-from simplellm.model.rotations import rotations, score_scale
+from simplellm.model.rope_cache import rotations, score_scale
 
 # Gives a weight by its name, on the right device: a Tensor, or what is packed. Below
 # `build` it gives None for one that the model does not have.

@@ -23,7 +23,7 @@ from simplellm.model.feed_forward import linear
 from simplellm.model.layers import Attention, Dense
 from simplellm.model.model import Model
 from simplellm.model.ops import Ops, rms_norm
-from simplellm.model.rotations import rotations
+from simplellm.model.rope_cache import rotations
 
 
 @dataclass(frozen=True, eq=False)

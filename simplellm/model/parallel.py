@@ -168,8 +168,8 @@ class Group:
 class SymmetricMemory:
     """Memory of a GPU that all ranks of a group have access to."""
 
-    # PyTorch numbers a process's handshakes, and waits for those of the same number on
-    # other ranks, which begin anew with each engine: who has made one waits in vain.
+    # PyTorch counts a process's handshakes, and those of fresh ranks begin at 0: a
+    # process that has made one would wait for a number that they never send.
     begun: ClassVar[bool] = False
 
     memory: Tensor  # uint8

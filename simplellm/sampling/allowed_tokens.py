@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from simplellm.base.draft_position import SamplePosition
 from simplellm.base.request import Request
+from simplellm.base.sample_position import SamplePosition
 from simplellm.text.tokenizer import Tokenizer
 
 Bits = np.ndarray  # uint32 [W]
@@ -126,10 +126,10 @@ class AllowedTokens:
     def close_in_time(self, request: Request) -> None:
         """Close the output's text if the tokens left are just enough for it.
 
-        The output ends for its length all the same: at its limit, which moves to where
-        the text is closed. A text stays open if it suddenly needs more than is left,
-        since the model begins a large element. The outcome doesn't depend on how many
-        forced tokens a step adds: they are the first ones of what closes the text.
+        The finish reason stays "length": ``max_tokens`` is lowered to where the text is
+        closed. It stays open if the model begins an element that needs more tokens than
+        are left. The outcome doesn't depend on how many forced tokens a step adds: they
+        are the first ones of what closes the text.
         """
         left = request.max_tokens - request.num_output
         passed = bisect(CLOSE_AT, -left, key=neg)  # of CLOSE_AT, where it is asked

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.grammar import BitmaskFiller, GrammarState
 from simplellm.base.host_memory import pinned, upload
 from simplellm.base.request import Request
+from simplellm.base.sample_position import DraftPosition, SamplePosition
 from simplellm.sampling.allowed_tokens import CLOSE_AT, AllowedTokens
 
 # Rows of a step in which a request may append several forced tokens. In larger ones the
@@ -79,7 +79,7 @@ class Masks:
         words = -(-self.vocab_size // 32)
         return pinned([self.most, words], torch.int32, self.device)
 
-    def arrange(self, requests: Sequence[SamplePosition]) -> Mask | None:
+    def prepare(self, requests: Sequence[SamplePosition]) -> Mask | None:
         """The mask of a step's rows; None if each of them may get every token.
 
         All tokens so far of each request that `needs_last_token` must be known. A

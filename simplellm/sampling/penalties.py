@@ -9,8 +9,8 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.host_memory import upload
+from simplellm.base.sample_position import DraftPosition, SamplePosition
 
 
 class TokenCounts:
@@ -29,7 +29,7 @@ class TokenCounts:
         self.row_of: dict[int, int] = {}  # the rows of a step, by requests' numbers
         self.counts: dict[int, tuple[Tensor, Tensor]] = {}  # their counts, by the same
 
-    def arrange(self, requests: Sequence[SamplePosition]) -> bool:
+    def prepare(self, requests: Sequence[SamplePosition]) -> bool:
         """Bring the counts into the order of a step's rows; False if none needs any.
 
         A request that was not in the step before is counted anew; all of its tokens are

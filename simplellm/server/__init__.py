@@ -17,10 +17,10 @@ To add an endpoint, write one file:
    `SampledBody` takes all of `SamplingParams` too, and `model`, `n`, `stream`, ... A
    field that is a `Body` is read likewise. What others have and we don't stands in its
    ``unsupported``, with the values that ask for nothing; a hint is ignored whatever its
-   value. Its ``mapped`` turns what clients write into what the fields take, unless the
-   server is strict. All other names are ignored. The OpenAPI document and /docs are
-   made from the same models. Another `Body` may declare the parameters behind the
-   path's "?".
+   value. Its ``apply_aliases`` turns what clients write into what the fields take,
+   unless the server is strict. All other names are ignored. The OpenAPI document and
+   /docs are made from the same models. Another `Body` may declare the parameters behind
+   the path's "?".
 2. Its ``handler``, a function of the `Call`, which may run in a worker thread. It
    raises TypeError or ValueError for what cannot run (400; a `ParameterError` names its
    parameter) or `APIError` for other refusals. It returns a dict (JSON), a Starlette

@@ -30,7 +30,7 @@ from simplellm.server.http.endpoint import (
     as_json,
 )
 from simplellm.server.http.errors import APIError, as_api_error, openai_form
-from simplellm.server.http.live import live_endpoints
+from simplellm.server.http.live_view import live_endpoints
 from simplellm.server.http.openapi import document_endpoints
 from simplellm.server.openai import chat, completions, responses
 

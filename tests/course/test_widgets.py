@@ -28,7 +28,7 @@ from course.widgets.data import batch_routers, merge_table, rope_dial, weight_bl
 from simplellm.api.llm import LLM
 from simplellm.checkpoint.mxfp4 import PAIRS, VALUES, quantize
 from simplellm.model.rope import rotate
-from simplellm.model.rotations import rotations
+from simplellm.model.rope_cache import rotations
 from simplellm.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ from problems import Problem, evaluation_set
 from records import argument_parser, header, save
 
 from simplellm import LLM
-from simplellm.api.results import ChatOutput
+from simplellm.api.build_outputs import ChatOutput
 
 # What an answer is called is what the model calls it in its thoughts.
 SKILLS = ("addition", "subtraction", "counting", "comparing")

@@ -26,7 +26,7 @@ from simplellm.model.build import build
 from simplellm.model.feed_forward import route
 from simplellm.model.kernels.fragments import Fragments, unpack
 from simplellm.model.kernels.other_families import plainly
-from simplellm.model.kernels.table import fused
+from simplellm.model.kernels.triton_ops import triton_ops
 from simplellm.model.layers import Attention, Experts, Layer
 from simplellm.model.memory import weight_bytes
 from simplellm.model.model import Model
@@ -60,7 +60,7 @@ def random_model(
     checkpoint = RandomCheckpoint(config, dtype=torch.bfloat16, device=CUDA, seed=0)
     ops = PLAIN
     if kernels:
-        ops = fused(
+        ops = triton_ops(
             config,
             max_num_seqs=MAX_NUM_SEQS,
             device=CUDA,

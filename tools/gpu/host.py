@@ -48,7 +48,7 @@ def measure(streams: int, tokens: int) -> dict[str, float]:
         without_model(llm, streams)
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4)
         llm.generate(prompts, params).result()
-        threads = llm.engine_core.thread, llm._delivery.thread
+        threads = llm.engine_core.thread, llm._output_processor.thread
         clocks = [time.pthread_getcpuclockid(t.ident) for t in threads if t and t.ident]
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
         before, start = [*map(time.clock_gettime, clocks)], time.perf_counter()

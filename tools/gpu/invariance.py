@@ -46,7 +46,7 @@ from simplellm.model.kernels.compiling import compile_in_threads
 from simplellm.model.kernels.experts import Tiling
 from simplellm.model.kernels.linear import Dot
 from simplellm.model.kernels.prefill import PrefillTiles
-from simplellm.model.kernels.table import fused
+from simplellm.model.kernels.triton_ops import triton_ops
 from simplellm.model.layers import Experts
 from simplellm.model.model import Model
 
@@ -508,7 +508,7 @@ def main() -> None:
     wanted = options.only.split(",")
     record: dict[str, Any] = header() | {"layers": options.layers}
     invariant = random_model(MODEL, options.layers, batch_invariant=True)
-    table = fused(invariant.config, max_num_seqs=MAX_NUM_SEQS, device=CUDA)
+    table = triton_ops(invariant.config, max_num_seqs=MAX_NUM_SEQS, device=CUDA)
     ordinary = replace(invariant, ops=table)
     say(f"{options.layers} layers are there")
     wrong: list[str] = []

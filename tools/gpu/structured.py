@@ -88,15 +88,15 @@ def made_up(size: int) -> Tokenizer:
 def watched() -> Iterator[list[float]]:
     """Seconds that the engine's thread spends on masks, a step each."""
     times: list[float] = []
-    arrange = Masks.arrange
+    prepare = Masks.prepare
 
     def timed(masks: Masks, requests: Any) -> Any:
         start = time.perf_counter()
-        result = arrange(masks, requests)
+        result = prepare(masks, requests)
         times.append(time.perf_counter() - start)
         return result
 
-    with mock.patch.object(Masks, "arrange", timed):
+    with mock.patch.object(Masks, "prepare", timed):
         yield times
 
 

@@ -112,7 +112,7 @@ def prefill_variants(case: Case) -> Iterator[Variant]:
 def product_variants(path: str, case: Case) -> Iterator[Variant]:
     """Products of few tokens: on ordinary cores, on tensor cores."""
     tokens, scaled = len(case.arguments[0][0]), isinstance(case.arguments[0][1], Scaled)
-    path = "quantized.choose_scaled" if scaled else path
+    path = "scaled_linear.choose_scaled" if scaled else path
     configs: list[Gemv | Dot] = []
     if tokens <= 4:
         sizes = "8x4 8x8 16x4 16x8" if scaled else "1x1 2x2"

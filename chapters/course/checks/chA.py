@@ -65,7 +65,7 @@ class Echo:
 
 
 class Line:
-    """In place of a `Delivery`: a thread of its own brings events to the reader."""
+    """In place of an `OutputProcessor`: its thread brings events to the reader."""
 
     def __init__(self, events):
         self.events = list(events)
@@ -140,7 +140,7 @@ async def ways_out(read_async, wakeups):
     helpers = ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(helpers)
     parts, line, beats = await read_all(read_async, "all")
-    assert line.readers, "`delivery.submit` was never called"
+    assert line.readers, "`output_processor.submit` was never called"
     assert parts, (
         "events came, and your generator never woke up: an asyncio.Queue belongs to "
         "its loop's thread, and from another one only `loop.call_soon_threadsafe` is "
@@ -717,8 +717,8 @@ def check_serve_chat(serve_chat):
 
 def cancel_all():
     """End what a wrong answer has left running: the next check wants the engine."""
-    delivery = engine()._delivery
-    delivery.drop(list(delivery.readers.values()))
+    output_processor = engine()._output_processor
+    output_processor.drop(list(output_processor.readers.values()))
 
 
 def check_A_1(first_done):

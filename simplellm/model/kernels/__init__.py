@@ -14,7 +14,7 @@ puts them together in a table of operations.
 - `blocks.py`, `sorting.py`, `routing.py`, `experts.py`, `experts_one.py` and
   `fragments.py`: experts in MXFP4; `grouped.py` and `grouped_few.py` those of other
   formats.
-- `quantized.py`, `scales.py` and `rounding.py`: weights of 8 bits, and inputs.
+- `scaled_linear.py`, `scales.py` and `rounding.py`: weights of 8 bits, and inputs.
 - `draw.py`, `filters.py`, `penalties.py`: choosing tokens.
 - `reduce.py` adds up what several ranks have computed, `vocabulary.py` is for the part
   of it that a rank has; `exchange.py` how their GPUs write to each other, and

@@ -2,9 +2,9 @@
 
 As in `experts`, a kernel goes through blocks of pairs of one expert, with the weight as
 the left operand and tokens as the right one, for one token or thousands. As in
-`quantized`, inputs are rounded where the format says so, each token's once, in front of
-the product, and what each step of 128 columns of e4m3 adds is taken out of the tensor
-cores.
+`scaled_linear`, inputs are rounded where the format says so, each token's once, in
+front of the product, and what each step of 128 columns of e4m3 adds is taken out of the
+tensor cores.
 
 So few pairs that hardly any two share an expert are for `grouped_few`.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import Scaled
-from simplellm.model.kernels.blocks import ExpertBlocks, nearest
+from simplellm.model.kernels.expert_blocks import ExpertBlocks, nearest
 from simplellm.model.kernels.gated import apply_gate, gate_and_up_rows
 from simplellm.model.kernels.grouped_few import are_few, experts_few
 from simplellm.model.kernels.launch import Launcher, launcher

@@ -8,7 +8,7 @@ multiplies on the tensor cores, with the weight as the tall operand and the toke
 the narrow one. Which one runs, and how, is looked up in `PROJECTIONS`; more tokens go
 to PyTorch's matmul. Both can end by finding the largest result of each tile, which is
 all that is left of a row of logits for `head`, or with the activation of a gated
-network, see `gated`. And both take weights of 8 bits, see `scales` and `quantized`.
+network, see `gated`. And both take weights of 8 bits, see `scales` and `scaled_linear`.
 """
 
 from functools import lru_cache

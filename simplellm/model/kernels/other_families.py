@@ -25,7 +25,6 @@ from simplellm.model.kernels.linear import (
     multiply_into,
 )
 from simplellm.model.kernels.norm import sum_parts
-from simplellm.model.kernels.quantized import project
 from simplellm.model.kernels.rounding import (
     Rounded,
     RoundedNorm,
@@ -36,6 +35,7 @@ from simplellm.model.kernels.rounding import (
     rounding_of,
     store_rounded,
 )
+from simplellm.model.kernels.scaled_linear import project
 from simplellm.model.layers import Dense, Layer, Norm
 
 TRITON_DTYPES = {

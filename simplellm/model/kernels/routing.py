@@ -12,7 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.kernels.argmax_keys import LOWEST, index_of, ordered
-from simplellm.model.kernels.blocks import ExpertBlocks, count_pairs, write_blocks
+from simplellm.model.kernels.expert_blocks import (
+    ExpertBlocks,
+    count_pairs,
+    write_blocks,
+)
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.linear import project_exactly
 from simplellm.model.kernels.sorting import VARYING, max_blocks, sort_small_kernel

@@ -6,7 +6,7 @@ T tokens, E experts, k experts a token, n = T * k (token, choice) pairs.
 import triton
 import triton.language as tl
 
-from simplellm.model.kernels.blocks import count_pairs, write_blocks
+from simplellm.model.kernels.expert_blocks import count_pairs, write_blocks
 from simplellm.model.kernels.launch import pdl_wait
 
 # What changes from step to step. Triton would compile a kernel again for numbers that

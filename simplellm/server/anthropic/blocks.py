@@ -53,7 +53,9 @@ class ToolUse(Part):
     input: dict[str, Any]
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         if isinstance(text := data.get("input"), str):  # as a client stored it
             fields = parse_object(text)
             data["input"] = {RAW: text} if fields is None else fields
@@ -83,7 +85,9 @@ class ToolResult(Part):
     is_error: Any = None
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         """The fields with the content as text; its call may be gone."""
         content = data.get("content", "")
         if isinstance(content, list):
@@ -114,7 +118,9 @@ class InputTurn(Part):
     content: Any
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         content, role = data.get("content", ""), data["role"]
         if isinstance(content, list):
             content = [known_block(block, role, context) for block in content]

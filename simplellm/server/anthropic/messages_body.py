@@ -143,8 +143,10 @@ class CountBody(Body):
     """Equal beginnings are always found again, so that nothing is done with it."""
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
-        data = with_output(super().mapped(data, context))
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
+        data = with_output(super().apply_aliases(data, context))
         if isinstance(name := data.get("model"), str) and name not in context.models:
             del data["model"]  # clients have names of Anthropic's built in
             context.ignore("model")

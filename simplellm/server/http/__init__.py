@@ -4,5 +4,5 @@
 what is taken, mapped, refused and ignored. `errors.py` says what went wrong, `sse.py`
 writes streams. `openapi.py` makes the OpenAPI document of the same models, with the
 answers of `response_schemas.py`. `small_endpoints.py` has models, tokens and health,
-`metrics.py` has /metrics and `live.py` has /live.
+`metrics.py` has /metrics and `live_view.py` has /live.
 """

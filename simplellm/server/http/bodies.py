@@ -156,7 +156,9 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         """``data`` with what is *mapped* in place of what clients wrote.
 
         Values of unexpected types stay: the types of the fields refuse them.
@@ -165,17 +167,19 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
+    def normalize(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """Map, ignore and refuse names; the rest is for the fields."""
         if not isinstance(data, dict):
             return data
         data = {key: value for key, value in data.items() if value is not None}
         context = info.context or STRICT
-        return cls.gather(data if context.strict else cls.mapped(data, context))
+        return cls.collect_fields(
+            data if context.strict else cls.apply_aliases(data, context)
+        )
 
     @classmethod
-    def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Move what `sort` has left into the fields that hold it."""
+    def collect_fields(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Move what `normalize` has left into the fields that hold it."""
         return data
 
 
@@ -201,7 +205,7 @@ class Body(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
+    def normalize(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         if not isinstance(data, dict):
             return data
         context = info.context or STRICT
@@ -213,7 +217,7 @@ class Body(Part):
                 for key, value in data.items()
                 if value is not None and not (key in numbers and value == "")
             }
-            data = cls.mapped(given, context)
+            data = cls.apply_aliases(given, context)
         fields = {}
         for key, value in data.items():
             if key in known:
@@ -231,7 +235,7 @@ class Body(Part):
                 refuse(name, entry)
             elif value is not None:
                 context.ignore(name)
-        return cls.gather(fields)
+        return cls.collect_fields(fields)
 
 
 def whole_number(value: Any) -> Any:
@@ -417,7 +421,9 @@ class SampledBody(Body):
         return super().fields_of(kinds) | {*sampled}
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         if isinstance(extra := data.get("extra_body"), Mapping):
             del data["extra_body"]  # OpenAI's client would have put it beside others
             data = {**extra, **data}
@@ -456,7 +462,7 @@ class SampledBody(Body):
         return data
 
     @classmethod
-    def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
+    def collect_fields(cls, data: dict[str, Any]) -> dict[str, Any]:
         names = cls.sampling_names() & data.keys()
         sampling = {name: data.pop(name) for name in data.keys() & names}
         return {**data, "sampling": sampling}

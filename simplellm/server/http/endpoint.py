@@ -28,13 +28,13 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from simplellm.api.delivery import END
 from simplellm.api.llm import LLM
+from simplellm.api.output_processor import END
 from simplellm.api.outputs import Usage
 from simplellm.api.streams import Replies
 from simplellm.base.request import EngineError
 from simplellm.base.request_spec import RequestSpec
-from simplellm.engine.client import EngineClient
+from simplellm.engine.engine_client import EngineClient
 from simplellm.server.http import sse
 from simplellm.server.http.bodies import (
     Body,

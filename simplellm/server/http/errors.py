@@ -6,7 +6,7 @@ from typing import Any
 
 from simplellm.api.checks import ContextLengthError
 from simplellm.base.request import EngineError, QueueFullError
-from simplellm.engine.client import RequestGrammarError
+from simplellm.engine.engine_client import RequestGrammarError
 
 # JSON can go wrong in many ways. A body that has got past the checks is still to blame
 # for what it then breaks, but that is worth a line in the log.

@@ -1,4 +1,4 @@
-"""/metrics in Prometheus's format, with vLLM's names, which dashboards know.
+"""/metrics in Prometheus's format: vLLM's names, behind the prefix "simplellm:".
 
 Counts come from the engine when Prometheus asks, and times of a whole request from its
 outputs. Only what passes between the parts of a stream is measured while these are

@@ -78,13 +78,15 @@ class ChatBody(LabeledBody):
     """The model goes on with the last message, the beginning of its own answer."""
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         if data.get("messages") in (None, []) and "input" in data:
             data = from_response(data)
         if "messages" not in data and "prompt" in data:
             refuse("prompt", Unsupported("it is for /v1/completions"))
         data = with_format(data)
-        data = with_effort(super().mapped(data, context), context)
+        data = with_effort(super().apply_aliases(data, context), context)
         data = with_pairs(data, context)
         if isinstance(tools := data.get("tools"), list):
             data["tools"] = offered_tools(tools, context)

@@ -56,7 +56,7 @@ class ChatText(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
+    def normalize(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """Put a few words in the place of an image or a file."""
         if info.context.strict:
             return data
@@ -103,7 +103,9 @@ class ChatMessage(Part):
     tool_call_id: str | int | None = None
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         data["role"] = role = role_of(data)
         content: Any = data.get("content")
         if isinstance(content, Mapping):
@@ -131,7 +133,7 @@ class ChatMessage(Part):
         return data
 
     @classmethod
-    def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
+    def collect_fields(cls, data: dict[str, Any]) -> dict[str, Any]:
         """The fields, in which every tool call is a function call."""
         data = dict(data)
         if isinstance(older := data.pop("function_call", None), Mapping):

@@ -59,10 +59,12 @@ class CompletionBody(SampledBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         if "prompt" not in data and "messages" in data:
             refuse("messages", Unsupported("they are for /v1/chat/completions"))
-        return super().mapped(with_format(data), context)
+        return super().apply_aliases(with_format(data), context)
 
     @property
     def compiles(self) -> bool:

@@ -129,8 +129,10 @@ class ResponsesBody(LabeledBody):
     include: list[Any] | None = None
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
-        data = with_choice(super().mapped(data, context))
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
+        data = with_choice(super().apply_aliases(data, context))
         data = with_included(with_text(data), context)
         effort = data.pop("reasoning_effort", None)
         if isinstance(reasoning := data.get("reasoning", {}), Mapping):

@@ -89,7 +89,7 @@ class TextPart(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
+    def normalize(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """Put a few words in the place of an image or a file."""
         if info.context.strict:
             return data
@@ -133,7 +133,9 @@ class InputMessage(InputItem):
     content: Content
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         content = data.get("content")
         if isinstance(content, int | float) and not isinstance(content, bool):
             data["content"] = str(content)
@@ -169,7 +171,9 @@ class InputCall(InputItem):
     call_id: str
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         """The fields of a call; it may lack arguments, and have no id but its own."""
         if data.get("type") == "function_call":
             given = data.get("arguments") or "{}"
@@ -239,7 +243,7 @@ class CallOutput(InputItem):
 
     @model_validator(mode="before")
     @classmethod
-    def sort(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
+    def normalize(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """Join the chunks of a shell's output; of a patch, keep the status."""
         if not isinstance(data, dict):
             return data
@@ -269,7 +273,9 @@ class InputTools(InputItem):
     tools: Several[Any]
 
     @classmethod
-    def mapped(cls, data: dict[str, Any], context: ValidationContext) -> dict[str, Any]:
+    def apply_aliases(
+        cls, data: dict[str, Any], context: ValidationContext
+    ) -> dict[str, Any]:
         if isinstance(tools := data.get("tools"), list):
             data["tools"] = [tool for tool in tools if type_of(tool) in KINDS]
         return data

@@ -19,7 +19,7 @@ from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, Request
 from simplellm.checkpoint.folder import open_config, path_of
-from simplellm.engine.client import EngineBase, EngineClient, failure
+from simplellm.engine.engine_client import EngineBase, EngineClient, failure
 from simplellm.engine.snapshot import Snapshot
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.wire import (
@@ -176,7 +176,7 @@ class RemoteEngine(EngineBase):
             raise EngineError(wrong) from None
 
     def _send(self) -> None:
-        """Queue a message for the process: nobody waits for one that does not read."""
+        """Send what is queued: callers never wait for a process that does not read."""
         with suppress(OSError):
             while (frame := self.outgoing.get()) is not None:
                 self.link.sendall(frame)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from simplellm.base.grammar import Grammar
 from simplellm.base.replica_choice import rank_replicas
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
-from simplellm.engine.client import EngineBase
+from simplellm.engine.engine_client import EngineBase
 from simplellm.engine.snapshot import Snapshot, join_pages
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.client import EventStream, RemoteEngine, RemoteError

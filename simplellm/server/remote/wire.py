@@ -26,7 +26,7 @@ from simplellm.base.request import (
 )
 from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import SamplingParams
-from simplellm.engine.client import RequestGrammarError
+from simplellm.engine.engine_client import RequestGrammarError
 
 LENGTH = struct.Struct("!I")
 READ_BYTES = 2**18  # bytes that are read at a time

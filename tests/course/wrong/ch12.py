@@ -5,7 +5,7 @@ import triton.language as tl
 
 from simplellm.apps.roofline import read_bytes as kept_read_bytes
 from simplellm.apps.roofline import step_flops
-from simplellm.model.kernels.blocks import count_pairs, write_blocks
+from simplellm.model.kernels.expert_blocks import count_pairs, write_blocks
 from wrong import wrong
 
 

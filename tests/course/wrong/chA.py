@@ -6,7 +6,7 @@ import queue
 from dataclasses import replace
 from typing import Any
 
-from simplellm.api.delivery import END, Reader
+from simplellm.api.output_processor import END, Reader
 from simplellm.api.outputs import is_reasoning
 from simplellm.server.http.sse import DONE, HEADERS, event
 from simplellm.server.openai.deltas import Turn, new_call_id
@@ -411,7 +411,7 @@ class NeverJoins(Box):
 def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True, most=0):
     """The kept version, with what students change as switches."""
 
-    async def stream(delivery, request, reply):
+    async def stream(output_processor, request, reply):
         loop = asyncio.get_running_loop()
         parts: asyncio.Queue[Any] = asyncio.Queue(most)
 
@@ -422,7 +422,7 @@ def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True, mos
                 parts.put_nowait(part)
 
         reader = Reader(request, reply, deliver)
-        delivery.submit([[reader]])
+        output_processor.submit([[reader]])
         kept = []
         try:
             while (part := await parts.get()) is not END:
@@ -438,7 +438,7 @@ def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True, mos
                 yield part
         finally:
             if drops:
-                delivery.drop([reader])
+                output_processor.drop([reader])
 
     return stream
 
@@ -451,30 +451,30 @@ wrong("read_async", "END is none of them")(streams(ends=False))
 
 
 @wrong("read_async", "nobody else in the loop")
-async def blocks_the_loop(delivery, request, reply):
+async def blocks_the_loop(output_processor, request, reply):
     parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
     reader = Reader(request, reply, parts.put)
-    delivery.submit([[reader]])
+    output_processor.submit([[reader]])
     try:
         while (part := parts.get()) is not END:
             yield part
     finally:
-        delivery.drop([reader])
+        output_processor.drop([reader])
 
 
 @wrong("read_async", "with nobody to read it")
-async def drops_at_the_end_only(delivery, request, reply):
+async def drops_at_the_end_only(output_processor, request, reply):
     loop = asyncio.get_running_loop()
     parts: asyncio.Queue[Any] = asyncio.Queue()
     reader = Reader(
         request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
     )
-    delivery.submit([[reader]])
+    output_processor.submit([[reader]])
     while (part := await parts.get()) is not END:
         if isinstance(part, Exception):
             raise part
         yield part
-    delivery.drop([reader])
+    output_processor.drop([reader])
 
 
 @wrong("A.1", "nobody's")
@@ -489,17 +489,17 @@ async def others_go_on(llm, prompts, params):
 
 
 @wrong("read_async", "can't be cancelled")
-async def waits_in_a_thread(delivery, request, reply):
+async def waits_in_a_thread(output_processor, request, reply):
     parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
     reader = Reader(request, reply, parts.put)
-    delivery.submit([[reader]])
+    output_processor.submit([[reader]])
     try:
         while (part := await asyncio.to_thread(parts.get)) is not END:
             if isinstance(part, Exception):
                 raise part
             yield part
     finally:
-        delivery.drop([reader])
+        output_processor.drop([reader])
 
 
 wrong("read_async", "with a bound")(streams(most=4))
@@ -508,10 +508,10 @@ wrong("read_async", "with a bound")(streams(most=4))
 def polling(wait):
     """The kept version, but that it looks again and again whether a part is there."""
 
-    async def stream(delivery, request, reply):
+    async def stream(output_processor, request, reply):
         parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
         reader = Reader(request, reply, parts.put)
-        delivery.submit([[reader]])
+        output_processor.submit([[reader]])
         try:
             while True:
                 try:
@@ -525,7 +525,7 @@ def polling(wait):
                     raise part
                 yield part
         finally:
-            delivery.drop([reader])
+            output_processor.drop([reader])
 
     return stream
 
@@ -535,13 +535,13 @@ wrong("read_async", "again and again")(polling(lambda: asyncio.sleep(0.05)))
 
 
 @wrong("read_async", "again and again")
-async def wakes_up_to_look(delivery, request, reply):
+async def wakes_up_to_look(output_processor, request, reply):
     loop = asyncio.get_running_loop()
     parts: asyncio.Queue[Any] = asyncio.Queue()
     reader = Reader(
         request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
     )
-    delivery.submit([[reader]])
+    output_processor.submit([[reader]])
     try:
         while True:
             try:
@@ -554,7 +554,7 @@ async def wakes_up_to_look(delivery, request, reply):
                 raise part
             yield part
     finally:
-        delivery.drop([reader])
+        output_processor.drop([reader])
 
 
 @wrong("A.1", "cancel their tasks")

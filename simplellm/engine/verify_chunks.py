@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.request import UNKNOWN
+from simplellm.base.sample_position import DraftPosition, SamplePosition
 from simplellm.engine.scheduler import ScheduledChunk
 
 

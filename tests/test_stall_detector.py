@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from models import until
 
-from simplellm.engine.progress import StallDetector, is_stopped
+from simplellm.engine.stall_detector import StallDetector, is_stopped
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from simplellm.model.kv_gather import READ
 
 
-def token_rows(group: Any) -> dict[str, Any]:
+def chunks_as_decodes(group: Any) -> dict[str, Any]:
     """What changes of a `KVGroup` if each token is a decode.
 
     Nothing if these decodes would read more than READ positions, each its own, or if a

@@ -8,18 +8,18 @@ from simplellm.checkpoint.scaled import E4M3, Scaled
 from simplellm.model import feed_forward
 from simplellm.model.kernels import linear
 from simplellm.model.kernels.linear import Dot, Gemv
-from simplellm.model.kernels.quantized import (
-    choose_scaled,
-    choose_scaled_invariant,
-    head,
-    multiply_scaled,
-    project,
-)
 from simplellm.model.kernels.rounding import (
     library_multiplies,
     library_suits,
     multiply_by_library,
     round_rows,
+)
+from simplellm.model.kernels.scaled_linear import (
+    choose_scaled,
+    choose_scaled_invariant,
+    head,
+    multiply_scaled,
+    project,
 )
 
 FORMATS = {

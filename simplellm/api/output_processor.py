@@ -16,7 +16,7 @@ from typing import Any
 
 from simplellm.api.reply import Reply
 from simplellm.base.request import Event, Request
-from simplellm.engine.client import EngineClient, failure
+from simplellm.engine.engine_client import EngineClient, failure
 
 LOGGER = logging.getLogger("simplellm")
 Samples = Sequence[Sequence[tuple[Request, Reply]]]  # prompt by prompt
@@ -76,7 +76,7 @@ def readers_of(
     ]
 
 
-class Delivery:
+class OutputProcessor:
     """Brings the engine's events to their readers, in a thread of its own."""
 
     def __init__(self, engine: EngineClient) -> None:
@@ -93,7 +93,7 @@ class Delivery:
         )
 
     def start(self) -> None:
-        """Let the engine and the delivery begin."""
+        """Let the engine and the thread for its events begin."""
         self.engine.start()
         self.thread.start()
 

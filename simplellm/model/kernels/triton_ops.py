@@ -15,8 +15,8 @@ from simplellm.model.kernels.grouped import experts
 from simplellm.model.kernels.norm import add_norm, embed
 from simplellm.model.kernels.other_families import dense, prepare
 from simplellm.model.kernels.penalties import penalize
-from simplellm.model.kernels.quantized import head, project
 from simplellm.model.kernels.rope import rope_and_cache
+from simplellm.model.kernels.scaled_linear import head, project
 from simplellm.model.ops import Ops
 
 
@@ -33,7 +33,7 @@ def attend_in(
     return partial(attend, scratch=scratch, batch_invariant=batch_invariant)
 
 
-def fused(
+def triton_ops(
     config: ModelConfig,
     *,
     max_num_seqs: int,

@@ -405,7 +405,7 @@ def test_a_slow_coroutine_gets_everything_and_little_waits(
         replies = llm.replies([asked(llm, [n], max_tokens=100) for n in (1, 2)])
         waiting = replies.inbox.waiting
         until(lambda: llm.stats().finished.get("length") == 2)  # blocks the loop
-        until(lambda: not llm._delivery.readers)
+        until(lambda: not llm._output_processor.readers)
         assert [len(parts) for parts in waiting.values()] < [50, 50]
         merged = [len(part.token_ids) for part in waiting[0][:-1]]
         assert merged[:2] == [1, 1] and max(merged) > 5 and sum(merged) == 100
@@ -432,7 +432,7 @@ def test_a_loop_is_woken_once_for_all_that_comes_meanwhile(start: Any) -> None:
         every = [llm.replies(asked(llm, [n])) for n in range(5)]
         every.append(llm.replies([asked(llm, [n]) for n in range(3)], n=2))
         until(lambda: llm.stats().finished.get("length") == 11)
-        until(lambda: not llm._delivery.readers)
+        until(lambda: not llm._output_processor.readers)
         assert len(woken) == 1
         for replies in every:
             assert {o.finish_reason for o in await replies.finish()} == {"length"}
@@ -476,8 +476,8 @@ def test_whoever_leaves_replies_ends_them(start: Any, how: str) -> None:
 
     asyncio.run(main())
     until(lambda: llm.stats().finished.get("abort") == (4 if how == "error" else 3))
-    until(lambda: gc.collect() >= 0 and not llm._delivery.wakers)
-    assert not llm._delivery.readers
+    until(lambda: gc.collect() >= 0 and not llm._output_processor.wakers)
+    assert not llm._output_processor.readers
 
 
 def test_who_waits_learns_that_another_task_closed_the_replies(start: Any) -> None:

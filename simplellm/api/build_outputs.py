@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from simplellm.api.delivery import Reader
+from simplellm.api.output_processor import Reader
 from simplellm.api.outputs import ChatOutput, RequestOutput, Usage
 from simplellm.base.request import EngineError
 
