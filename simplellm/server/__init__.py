@@ -38,5 +38,6 @@ It inherits the rest: limits, request ids, disconnects, slow readers, time limit
 metrics and the access log.
 
 The page at / is in page/, written by hand in JavaScript, without libraries. view.js
-draws the engine there and in the course's widget; `http/live_view.py` sends it what to draw.
+draws the engine there and in the course's widget; `http/live_view.py` sends it what to
+draw.
 """
