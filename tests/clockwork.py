@@ -46,7 +46,7 @@ class Clockwork:
         self.spans: list[tuple[float, float]] = []
         self.scheduled: list[Sequence[ScheduledChunk]] = []
         self.device = torch.device("cpu")
-        self.drain: Callable[[], None] = lambda: None
+        self.finish_steps_in_flight: Callable[[], None] = lambda: None
         self.mail: list[tuple[float, Request | tuple[int, str]]] = []
         clock = SimpleNamespace(monotonic=lambda: self.now)
         for module in (simplellm.engine.engine, simplellm.engine.scheduler):
@@ -113,7 +113,7 @@ class Clockwork:
         self.spans.append((begin, end))
         self.scheduled.append(scheduled)
         if self.settles:
-            self.drain()
+            self.finish_steps_in_flight()
 
         def wait() -> StepOutput:
             late = self.now >= end

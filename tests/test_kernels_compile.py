@@ -40,7 +40,7 @@ from simplellm.model.kernels.exchange import Peers
 from simplellm.model.kernels.key_tiles import AttentionSizes
 from simplellm.model.kernels.launch import launcher
 
-OTHERS = {"experts", "experts_one", "grouped", "head", "linear", "quantized"}
+OTHERS = {"experts", "experts_one", "grouped", "head", "linear", "scaled_linear"}
 OTHERS |= {"blocks", "grouped_few", "rounding", "routing", "sorting"}
 
 # What a kernel may read before it waits for the kernel ahead: weights, what the step

@@ -213,6 +213,8 @@ def test_a_weight_is_converted_after_the_multiplications_before(kind, tokens):
 def test_every_kernel_is_in_the_list():
     listed = {case.kernel.fn for case in CASES}
     missing = [
-        n for n, k in kernels_of("quantized", "rounding").items() if k.fn not in listed
+        n
+        for n, k in kernels_of("scaled_linear", "rounding").items()
+        if k.fn not in listed
     ]
     assert not missing

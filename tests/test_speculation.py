@@ -320,7 +320,7 @@ def test_what_a_graph_pads_costs_what_the_graph_does(
     asked = SimpleNamespace(
         sampled_tokens=range(9),
         device=torch.device("cpu"),
-        verifying=graphs,
+        verify_graphs=graphs,
     )
     # In place of the steps themselves, which take as long as these.
     monkeypatch.setattr(step_times, "dummy_step", lambda _, size: size)

@@ -189,8 +189,8 @@ def model() -> Drawing:
 
 # Threads, and the device, with their left edge, width and color.
 LANES = {
-    "caller's thread": (16, 174, BLUE),
-    "text thread": (195, 172, GREEN),
+    "caller's thread": (16, 184, BLUE),
+    "text thread": (203, 169, GREEN),
     "engine's thread": (382, 156, VERMILION),
     "device": (544, 132, PURPLE),
 }
@@ -198,7 +198,7 @@ LANES = {
 HOPS = (
     ("caller's thread", "LLM.generate", "checks; text to ids"),
     ("caller's thread", "future_of", "a future and its readers"),
-    ("caller's thread", "Delivery.submit", "numbers the request"),
+    ("caller's thread", "OutputProcessor.submit", "numbers the request"),
     ("caller's thread", "Engine.submit", "Scheduler.add: in line"),
     ("engine's thread", "Engine.step", "Scheduler.schedule"),
     ("engine's thread", "Runner.launch", "the batch, one copy"),
