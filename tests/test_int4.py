@@ -127,9 +127,22 @@ def test_a_row_is_the_same_in_any_company(kind: str, packing: None) -> None:
     x = inputs(40, 256)
     alone = torch.cat([packed.product(row[None]) for row in x])
     assert torch.equal(packed.product(x), alone)
-    assert torch.equal(
-        with_numbers.product(x[:MAX_PACKED_TOKENS]), alone[:MAX_PACKED_TOKENS]
-    )
+    if with_numbers.parts:
+        x, alone = x[:MAX_PACKED_TOKENS], alone[:MAX_PACKED_TOKENS]
+    else:
+        alone = torch.cat([with_numbers.product(row[None]) for row in x])
+    for count in range(1, len(x) + 1):
+        assert torch.equal(with_numbers.product(x[:count]), alone[:count])
+
+
+@pytest.mark.bits
+def test_rows_have_the_same_bits_however_many_float16_multiplies() -> None:
+    if not has_float16_product():
+        pytest.skip("PyTorch has no product with float16 weights for this processor")
+    kept, x = int4.keep_numbers(torch.randn(80, 96)), inputs(int4.FEW, 96)
+    every = int4.kept_product(x, kept)
+    for count in range(1, int4.FEW + 1):
+        assert torch.equal(int4.kept_product(x[:count], kept), every[:count])
 
 
 @pytest.mark.parametrize("name", ["Llama", "Llama tied", "Qwen3"])

@@ -3,7 +3,8 @@
 A row's numbers are in groups of 32, each with a scale and an offset. What such a weight
 is multiplied with, its scales and its products are rounded to bfloat16; sums are
 float32. For many tokens the numbers themselves are kept as well: in float16, which
-FBGEMM multiplies in less time than float32, where PyTorch has that.
+FBGEMM multiplies in less time than float32, where PyTorch has that. Of 8 bits, these
+are the only ones that are used.
 """
 
 import math
@@ -18,8 +19,10 @@ from torch.nn import functional
 
 GROUP_SIZE = 32
 ROWS = 16  # a weight has a multiple of so many
-# Tokens up to which the packed product is the faster one, with AVX2 as with AVX-512.
+# Tokens up to which the packed product is the faster one, with AVX2 as with AVX-512. Of
+# 8 bits, which are two of them, it's slower than that of float16 for one token, too.
 MAX_PACKED_TOKENS = 8
+FEW = 64  # rows, up to which all of them are summed alike in float16
 
 
 def as_bfloat16(x: Tensor) -> Tensor:
@@ -80,9 +83,30 @@ def has_float16_product() -> bool:
     return torch.equal(found, functional.linear(weight[:9], weight))  # sums are exact
 
 
+@cache
+def even_counts() -> tuple[int, ...]:
+    """For 0 to FEW rows, how many FBGEMM should multiply, so that all are summed alike.
+
+    It multiplies a few rows at once. Of some counts one or two are left, and these are
+    summed in another order; so there are rows of zeros behind them.
+    """
+    chance = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 64, generator=chance) for rows in (FEW + 2, 48))
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    product = torch.ops.quantized.linear_dynamic_fp16
+    alike = torch.cat([product(three, packed) for three in x.split(3)])
+    even = [n for n in range(len(x)) if product(x[:n], packed).equal(alike[:n])]
+    return tuple(next((n for n in even if n >= rows), rows) for rows in range(FEW + 1))
+
+
 def dequantized_bytes(count: int) -> int:
     """What so many numbers take that are kept for many tokens."""
     return count * (2 if has_float16_product() else 4)
+
+
+def is_never_packed(addends: int, keep_dequantized: bool) -> bool:
+    """Whether the kept numbers are the faster ones, for one token as for many."""
+    return addends > 1 and keep_dequantized and has_float16_product()
 
 
 def keep_numbers(weight: Tensor) -> Any:
@@ -96,15 +120,18 @@ def kept_product(x: Tensor, kept: Any) -> Tensor:
     """float32 x [T, in] times a kept weight [out, in], transposed."""
     if isinstance(kept, Tensor):
         return functional.linear(x, kept)
+    rows = len(x)
+    if rows <= FEW and (more := even_counts()[rows] - rows):
+        x = functional.pad(x, (0, 0, 0, more))
     product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, kept)
-    return product
+    return product[:rows]
 
 
 @dataclass(frozen=True, eq=False)
 class Int4:
     """A weight [out, in] of 4 bits, or of 8 as a sum of two of 4 bits."""
 
-    parts: Sequence[tuple[Tensor, Tensor]]
+    parts: Sequence[tuple[Tensor, Tensor]]  # none where the numbers are always faster
     dequantized: Any  # of `keep_numbers`, for many tokens; None: too large
     shape: tuple[int, int]
 
@@ -116,6 +143,8 @@ class Int4:
             every = torch.stack([part.dequantize() for part in codes])
             numbers = keep_numbers(every.sum(0))
         rows, columns = codes[0].values.shape
+        if is_never_packed(len(codes), keep_dequantized):
+            codes = ()
         return cls([part.packed() for part in codes], numbers, (rows, columns))
 
     @property
@@ -132,7 +161,8 @@ class Int4:
         more of them, the sums are in another order before they are rounded.
         """
         rounded = x.bfloat16()
-        if self.dequantized is not None and len(x) > MAX_PACKED_TOKENS:
+        many = len(x) > MAX_PACKED_TOKENS or not self.parts
+        if self.dequantized is not None and many:
             y = as_bfloat16(kept_product(rounded.float(), self.dequantized))
         else:
             y = packed_product(rounded, *self.parts[0])
