@@ -295,12 +295,8 @@ def test_a_step_without_drafts_is_one_of_an_engine_without_them(
             engine.step()
         texts.append([r.tokens for r in asked])
     assert texts[0] == texts[1]
-    own = (
-        "speculat",
-        "draft",
-        "head_drafter",
-        "verify_chunks",
-    )  # names of modules begin so
+    # Names of modules begin so.
+    own = "speculat", "draft", "head_drafter", "verify_chunks"
     assert found[0] - found[1] == Counter() and len(found[0]) > 50
     more = found[1] - found[0]
     asks = {name for (file, name) in more if not file.startswith(own)}

@@ -450,10 +450,8 @@ def test_servers_tell_of_drafts() -> None:
         assert served.post("/v1/completions", body).status_code == 200
         text = served.client.get("/metrics").text
         found = dict(re.findall(r"^simplellm:spec_decode_(\S+) (\S+)$", text, re.M))
-        stats, seen = (
-            llm.stats(),
-            live_view.SnapshotPoller(served.service).poll()["totals"],
-        )
+        stats = llm.stats()
+        seen = live_view.SnapshotPoller(served.service).poll()["totals"]
     labels = f'engine="0",model_name="{served.service.names[0]}"'
     sums = [sum(c.values()) for c in (stats.draft_tokens, stats.accepted_tokens)]
     assert stats.drafts > 5 and 0 < sums[1] <= sums[0] <= 2 * stats.drafts

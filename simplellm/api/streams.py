@@ -182,7 +182,7 @@ class AsyncParts(Parts):
         self.arrived = asyncio.Event()
 
     def submit(self) -> None:
-        """Begin, in the event loop that will read. Raises as `submit` does."""
+        """Begin, in the event loop that will read. Raises as the processor's."""
         loop = asyncio.get_running_loop()
         waker = self.processor.wakers.setdefault(loop, LoopWaker(loop))
         self.inbox.wake = partial(waker.set, self.arrived)

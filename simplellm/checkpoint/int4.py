@@ -20,7 +20,7 @@ from torch.nn import functional
 GROUP_SIZE = 32
 ROWS = 16  # a weight has a multiple of so many
 # Tokens up to which the packed product is the faster one, with AVX2 as with AVX-512. Of
-# 8 bits, which are two of them, it's slower than that of float16 for one token, too.
+# 8 bits, which are two of them, it's slower than float16's with AVX2 for one token.
 MAX_PACKED_TOKENS = 8
 FEW = 64  # rows, up to which all of them are summed alike in float16
 

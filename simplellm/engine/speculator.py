@@ -273,12 +273,8 @@ class Speculator:
             return [[] for _ in requests]
         drafts: list[list[int]] = []
         counts = self._choose_counts(states, offered, computed, max_drafts)
-        if (
-            self.serial_drafter
-            and self.costs is not None
-            and any(offered)
-            and not any(counts)
-        ):
+        useless = any(offered) and not any(counts)
+        if self.serial_drafter and self.costs is not None and useless:
             self._give_up(unprofitable=True)  # they have been made for nothing
         for request, own, count in zip(requests, states, counts, strict=True):
             unknown = request.tokens[-1] == UNKNOWN
@@ -330,7 +326,7 @@ class Speculator:
     ) -> float:
         """The same, as it was measured at the start."""
         assert self.costs is not None
-        # With `serial_drafter` ones, whether they are checked or not.
+        # A `serial_drafter` makes all, whether they are checked or not.
         made = self.most if self.serial_drafter and drafts else each
         return self.costs(tokens) + made * self.draft_costs(requests)
 

@@ -53,11 +53,7 @@ def fastest(run: Callable[[], object], device: torch.device) -> float:
 def dummy_step(runner: Runner, size: int) -> Callable[[], object]:
     """A step of ``size`` sequences with one token each, ready to run."""
     device, shape, flat = runner.device, CaptureShape(size, size), runner.inputs
-    graphs = (
-        runner.verify_graphs
-        if size > 1 and runner.verify_graphs
-        else runner.decode_graphs
-    )
+    graphs = (size > 1 and runner.verify_graphs) or runner.decode_graphs
     graph = next((graph for graph in graphs if graph.size >= size), None)
     pages = runner.table_width if device.type == "cuda" else 1
     if graph is not None:
