@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simplellm.base.config import ModelConfig, as_texts, expect, one_of
-from simplellm.checkpoint.int4 import is_never_packed
 from simplellm.checkpoint.names import (
     Name,
     Shape,
@@ -99,8 +98,7 @@ class NumberFormat:
         in_rows = replace(self, one_scale=False)
         first, scales, *_ = map(math.prod, in_rows.stored_shapes(shape).values())
         if self.dtype == "int4":  # with an offset beside each scale, in two bytes
-            packed = not is_never_packed(self.addends, self.keep_dequantized)
-            return packed * self.addends * (first // 2 + 4 * scales)
+            return self.addends * (first // 2 + 4 * scales)
         return first + scales if self.is_mxfp4 else math.prod(shape) + 4 * scales
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
-from simplellm.checkpoint.int4 import dequantized_bytes
+from simplellm.checkpoint.int4 import dequantized_bytes, is_never_packed
 from simplellm.checkpoint.names import Shape, part_of_model, tensor_shapes
 from simplellm.model.machine import empty_cache
 
@@ -66,7 +66,8 @@ def weight_bytes(config: ModelConfig, itemsize: int = 2) -> dict[str, int]:
 
     def size(ours: str, shape: Shape) -> int:
         if form := config.formats.get(ours):
-            return int(form.nbytes(shape))
+            packed = not is_never_packed(form.addends, form.keep_dequantized)
+            return packed * int(form.nbytes(shape))
         return math.prod(shape) * (4 if part_of_model(ours) == "norms" else itemsize)
 
     return by_kind(config, size)
