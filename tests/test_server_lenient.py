@@ -1358,6 +1358,7 @@ SOME_MESSAGE = st.fixed_dictionaries(
 
 @settings(max_examples=300)
 @example(messages=[{"role": "user", "content": [None]}], options={})
+@example(messages=[{"role": "user"}], options={"guided_json": "a b"})
 @given(
     messages=NESTED | st.lists(SOME_MESSAGE | NESTED, max_size=4),
     options=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=4),

@@ -276,9 +276,9 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"grammar": f"start: {'(' * 500}/[(]/{')' * 500}"}, LARK, "501 of them"),
     ({"grammar": 'begin: "a"'}, "structured_outputs", "start"),
     ({"json": 5}, SCHEMA, "an object"),
-    ({"json": "{"}, SCHEMA, "no JSON"),
+    ({"json": "{"}, SCHEMA, "expected JSON that can be read"),
     ({"json": "[1]"}, SCHEMA, "an object"),
-    ({"json": {"enum": {1, 2}}}, SCHEMA, "no JSON"),
+    ({"json": {"enum": {1, 2}}}, SCHEMA, "expected JSON that can be read"),
     ({"json": {"type": "string", "description": "a" * 2**18}}, SCHEMA, "131072"),
     ({"json": {"anyOf": []}}, "structured_outputs", "Unsatisfiable"),
     (

@@ -8,6 +8,7 @@ of its parser bound the rest. This module does not import llguidance.
 import json
 import re
 from collections.abc import Mapping
+from reprlib import repr as short
 from typing import Any
 
 from simplellm.base.config import ParameterError, as_texts, expect
@@ -113,7 +114,7 @@ def schema_rules(schema: Any, where: str) -> dict[str, Any]:
             schema = json.loads(text)
             problem = problem_of(schema, where)
     except (TypeError, ValueError, RecursionError) as error:
-        problem = f"{where} is no JSON that can be read: {error}"
+        problem = f"{where} is {short(schema)}; expected JSON that can be read: {error}"
     if problem is not None:
         raise ParameterError(problem, where)
     checked_text(text, where)
