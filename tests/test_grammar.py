@@ -263,6 +263,28 @@ def test_preempted_requests_go_on_in_their_grammar(grammars: Grammars) -> None:
             assert run(small, [one])[0].token_ids == output.token_ids
 
 
+def test_drafts_that_are_dropped_take_no_pages_from_forced_tokens() -> None:
+    """These are in the next step, which is launched before the drafts are checked."""
+    text, drafting = "abcdefghijklmnopqrstuvwxyz", {"num_speculative_tokens": 2}
+    outputs = []
+    for options in ({}, {"speculative": "suffix", **drafting}):
+        with LLM(device="cpu", page_size=4, **options) as small:
+            small.engine_core.depth = 1  # as on a GPU
+            first, *rest = small.tokenizer.encode(text)
+            prompt = [49, 50, first, *rest, 49, 50]
+            future = small.generate(
+                prompt,
+                temperature=0,
+                logit_bias={first: 50},
+                structured_outputs={"regex": f"[ab]{text[1:]}!"},
+            )
+            outputs.append(future.result(timeout=60)[0])
+    plain, drafted = outputs
+    assert plain.text == text + "!"
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.metrics.draft_tokens and not plain.metrics.draft_tokens
+
+
 def test_logprobs_are_those_of_the_model(llm: LLM, grammars: Grammars) -> None:
     one = ask(llm, grammars.compile(NUMBERS), logprobs=3, max_tokens=6)
     (output,) = run(llm, [one])

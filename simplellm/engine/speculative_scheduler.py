@@ -41,7 +41,8 @@ class SpeculativeScheduler(Scheduler):
         self._steps: deque[tuple[Any, int]] = deque(maxlen=3)
         # Of the step launched last, by requests' numbers: drafts that it checks.
         self._checking: dict[int, int] = {}
-        # Those whose step is being launched before the one in flight is known.
+        # Those in the step that is being launched, maybe before the one in flight is
+        # known: it has the pages that they hold.
         self._launching: set[int] = set()
         self._made = 0  # drafts of each of these requests that are made after it
 
@@ -73,11 +74,17 @@ class SpeculativeScheduler(Scheduler):
 
         Nobody is preempted for a draft.
         """
-        self._launching = set()
-        if self.speculator.backs_off(len(self.running)):
-            self._last = (0.0, None)
-            return super().schedule()
+        backs_off = self.speculator.backs_off(len(self.running))
         scheduled = super().schedule()
+        if backs_off:
+            self._last = (0.0, None)
+        else:
+            scheduled = self._with_all_drafts(scheduled)
+        self._launching = {chunk.request.request_id for chunk in scheduled}
+        return scheduled
+
+    def _with_all_drafts(self, scheduled: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """A step with the drafts that it checks."""
         decodes = [c for c in scheduled if c.length == 1 and c.samples]
         computed = sum(chunk.length for chunk in scheduled)
         max_drafts = min(self.max_num_batched_tokens - computed, self.max_drafts)
@@ -102,9 +109,6 @@ class SpeculativeScheduler(Scheduler):
         ahead = self.speculator.plan([c.request for c in sampling], self.max_drafts)
         for chunk in sampling if ahead else ():
             self._allocate_ahead(chunk, ahead)
-        self._launching = {
-            c.request.request_id for c in scheduled if isinstance(c, PlaceholderChunk)
-        }
         self._steps.append((scheduled, ahead))
         return scheduled
 
