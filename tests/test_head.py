@@ -225,6 +225,53 @@ def test_steps_that_fail_between_drafts_change_no_token(
     assert all(sizes[place : place + 3] == [1, 1, 1] for place in failed)
 
 
+def test_a_step_may_know_of_the_last_drafts_when_it_samples(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bad words wait for a last token. Others draw as ever, and may have ended by then.
+
+    The first request's drafts are right, and the last ones end at stop tokens.
+    """
+    model = load_model(folder, device="cpu")
+    write_head(tmp_path, model.config)
+    drafting = replace(SMALL, speculative=str(tmp_path), num_speculative_tokens=1)
+    drawn = SamplingParams(temperature=1.0, seed=5)
+    bound = SamplingParams(temperature=0, bad_words=["x"])
+    ends = frozenset(range(0, model.config.vocab_size, 8))
+    found: list[Any] = []
+    for config in (SMALL, drafting):
+        engine = make_engine(replace(model), config, overlap=True)
+        asked = [
+            Request([5, 6, 7], 20, drawn, request_id=0),
+            Request([8, 9], 30, bound, bad_sequences=[(1, 2)], request_id=1),
+            *(
+                Request([n, 11, 12], 20, GREEDY_PARAMS, ends, request_id=n)
+                for n in range(2, 6)
+            ),
+        ]
+        if (proposer := engine.runner.proposer) is not None:
+
+            def draft(
+                normed: Tensor, proposer: Any = proposer, head: Any = proposer.head
+            ) -> Tensor:
+                tokens = type(head).draft(head, normed)
+                if (row := proposer.row_of.get(0)) is not None:
+                    place = int(proposer.positions[row]) + 2
+                    tokens[row] = [*found[0][0][0], 0][place]
+                return tokens
+
+            vars(proposer.head)["draft"] = draft
+        engine.submit(asked)
+        while engine.scheduler.requests or engine.flights:
+            engine.step()
+        known = [[t for t in r.tokens if t != UNKNOWN] for r in asked]
+        found.append([*zip(known, [r.finish_reason for r in asked], strict=True)])
+    assert found[0] == found[1]
+    assert {reason for _, reason in found[0][2:]} == {"stop"}
+    assert engine.scheduler.speculator.accepted[1] >= 9
+    assert not caplog.records
+
+
 class WrongDrafter:
     """Says what never comes: the last token once more, and 1 where that's repeated."""
 

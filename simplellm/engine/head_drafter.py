@@ -142,7 +142,6 @@ class HeadProposer:
             pinned([longest, 4], torch.int32, device) for _ in range(2)
         ]
         self.links = numbers(longest, 4) - 1
-        self.shifts = numbers(longest)  # by how many positions each token has moved
         self.linked = False  # whether any token of the step has a row
         self.resolve_graphs: dict[CaptureShape, Callable[[], None]] = {}
         self.read_graphs: dict[CaptureShape, Callable[[], None]] = {}
@@ -236,7 +235,6 @@ class HeadProposer:
         accepted, linked = results[:, 0], source >= 0
         shifts = torch.where(linked, accepted[source.clamp(min=0)], 0)
         tokens = results[source.clamp(min=0), 1 + place.clamp(min=0)]
-        self.shifts[:count] = shifts
         batch.tokens.copy_(torch.where(linked, tokens, batch.tokens))
         batch.positions.add_(shifts)
         batch.lengths.add_(torch.where(rows >= 0, accepted[rows.clamp(min=0)], 0))
@@ -337,15 +335,19 @@ class HeadProposer:
         elif self.linked:
             self._resolve(batch)
 
-    def steps(self, runner: Runner, steps: Tensor) -> Tensor:
-        """How many tokens requests have where the runner's step samples, int64 [S].
+    def steps(
+        self, runner: Runner, requests: Sequence[SamplePosition], steps: Tensor
+    ) -> Tensor:
+        """How many tokens ``requests`` have where the runner's step samples, int64 [S].
 
-        ``steps`` are the fewest that there may be.
+        ``steps`` is what the host says, which may know the drafts that were right.
         """
         if not self.linked:
             return steps
         batch = runner.view(runner.inputs, *runner.step[1])
-        return steps + self.shifts[batch.logits_indices[: len(steps)].long()]
+        ends = batch.logits_indices[: len(steps)].long()
+        prompts = [request.num_prompt for request in requests]
+        return batch.positions[ends] + 1 - upload(prompts, torch.int64, steps.device)
 
     def propose(
         self, runner: Runner, samples: Sequence[SamplePosition]
@@ -418,13 +420,14 @@ class HeadProposer:
             if group.queries == 1 and number == decodes and length > 1:
                 row = group.decodes  # chunks come after all rows for decodes
             drafts = num_drafts(chunk)
-            if samples:
+            ended = request.finish_reason is not None  # while the step was launched
+            if samples and not ended:
                 pages = manager.tables[request.request_id].groups[0]
                 capacity = min(len(pages), self.width) * self.page_size
                 rows.append((sample, drafts, row, capacity))
                 sign = -1 if isinstance(chunk, PlaceholderChunk) else 1
                 drafting.append((request, sign * (start + length - drafts), capacity))
-                sample += 1 + drafts
+            sample += (1 + drafts) * samples
             row += 1 if group.queries == 1 else -(-length // group.queries)
         if rows:
             staging = self.staging[self.index]

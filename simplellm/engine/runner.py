@@ -310,7 +310,7 @@ class Runner:
         if columns.random or changed or columns.logprobs is not None:
             steps = upload(output_lengths(requests), torch.int64, self.device)
             if self.proposer is not None:
-                steps = self.proposer.steps(self, steps)
+                steps = self.proposer.steps(self, requests, steps)
             how = columns, steps, self.counts if counting else None, mask
             self.ranks.send_sample(count, *how)
             sampled = self.choose_tokens(count, *how)
