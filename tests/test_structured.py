@@ -191,6 +191,15 @@ def test_nothing_is_asked_for() -> None:
     assert as_format({"type": "text"}).rules is None
 
 
+GBNF = r"""
+# Of a program: GBNF's comments and names aren't Lark's.
+root ::= the-name " = " value
+the-name ::= [a-z]+
+value ::= [0-9]{1,3} | "(" value (
+  "," value )* ")"
+"""
+
+
 def test_plain_texts() -> None:
     for start, good, bad in (
         (plain(json=RESULT), ['{"result": 3}', '{"result":3}'], ['{"result": "3"}']),
@@ -204,6 +213,8 @@ def test_plain_texts() -> None:
         (plain(choice=["yes", "no", 'a"\\\x7f\né😀']), ["yes", 'a"\\\x7f\né😀'], ["y"]),
         (plain(choice="yes"), ["yes"], ["no"]),
         (plain(grammar='start: "a" b\nb: /[<~@%]/ "<|call|>" // ~'), [], ["a"]),
+        (plain(grammar='%llguidance {}\n\nstart: "a"'), ["a"], ["b"]),
+        (plain(grammar=GBNF), ["x = 1", "ab = (2,(33))"], ["x = ", "x = 1 "]),
     ):
         assert all(fits(start, text) for text in good)
         assert not any(fits(start, text) for text in bad)
@@ -271,7 +282,15 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"grammar": "start: @other"}, LARK, "'@'"),
     ({"grammar": "start: W\nW: /a*/ & /b*/"}, LARK, "'&'"),
     ({"grammar": "start: %json {}"}, LARK, "%json"),
-    ({"grammar": '%llguidance {}\nstart: "a"'}, LARK, "%llguidance"),
+    (
+        {"grammar": '%llguidance {"no_forcing": true}\nstart: "a"'},
+        LARK,
+        "%llguidance",
+    ),
+    ({"grammar": 'a ::= "a"'}, LARK, "No 'root' rule"),
+    ({"grammar": f"root ::= {'(' * 3000}"}, LARK, "from GBNF"),
+    ({"grammar": "root ::= <|call|>"}, LARK, "from GBNF"),
+    ({"grammar": "root ::= " + '"a" | "b" | ' * 300 + '"c"'}, LARK, "of them"),
     ({"grammar": 'start: "a"' + "\n" * 500}, LARK, "500 lines"),
     ({"grammar": f"start: {'(' * 500}/[(]/{')' * 500}"}, LARK, "501 of them"),
     ({"grammar": 'begin: "a"'}, "structured_outputs", "start"),

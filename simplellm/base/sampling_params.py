@@ -41,7 +41,7 @@ class StructuredOutputs:
     json: str | dict[str, Any] | None = None  # JSON that fits this schema
     regex: str | None = None  # it matches this as a whole; no lookarounds
     choice: Sequence[str] | None = None  # one of these
-    grammar: str | None = None  # in llguidance's Lark, without special tokens
+    grammar: str | None = None  # in llguidance's Lark or GBNF, without special tokens
 
     def __post_init__(self) -> None:
         given = []

@@ -2,7 +2,7 @@
 
 Rules are a dict, `{"json_schema": ...}` or `{"lark_grammar": ...}`. What is too large
 for llguidance, or would let the model write control tokens, is refused here; the limits
-of its parser bound the rest. This module does not import llguidance.
+of its parser bound the rest.
 """
 
 import json
@@ -12,6 +12,7 @@ from reprlib import repr as short
 from typing import Any
 
 from simplellm.base.config import ParameterError, as_texts, expect
+from simplellm.base.grammar import llguidance
 from simplellm.base.sampling_params import StructuredOutputs
 from simplellm.structured.schemas import JSON_ESCAPES, problem_of
 
@@ -36,8 +37,10 @@ COMPACT = {
 LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*')
 # Control tokens by name or id, another grammar, a negation (which control tokens fit
 # too), an intersection (of eight short words it takes a GB), or a directive: a schema
-# would go unchecked, an option would loosen the rules.
-LARK_REFUSED = re.compile(r"<\S*|[@~&]|%(?!ignore\b|import\b)\w*")
+# would go unchecked, an option would loosen the rules. Guidance begins with no options.
+LARK_REFUSED = re.compile(r"<\S*|[@~&]|%(?!ignore\b|import\b|llguidance\s*\{\s*\})\w*")
+# How a grammar begins in GBNF, which is llama.cpp's notation, XGrammar's and vLLM's.
+GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+\s*::=")
 
 
 def output_rules(outputs: StructuredOutputs) -> dict[str, Any]:
@@ -90,9 +93,14 @@ def choice_rules(choice: Any) -> dict[str, Any]:
 
 
 def lark_rules(grammar: str) -> dict[str, Any]:
-    """The rules of ``grammar``, which is written in Lark."""
+    """The rules of ``grammar``, which is written in Lark, or in GBNF."""
     where = f"{WHERE}.grammar"
-    bare = LARK_TEXTS.sub(" ", checked_text(grammar, where))
+    if GBNF.match(checked_text(grammar, where)):
+        try:
+            grammar = llguidance().grammar_from("gbnf", grammar)
+        except ValueError as error:
+            raise ParameterError(f"{where}: {error}", where) from None
+    bare = LARK_TEXTS.sub(" ", grammar)
     count = len(re.findall(r"[(\[\n]", bare)) + 1
     most = f"at most {MAX_RULES} lines and brackets"
     expect(count <= MAX_RULES, where, f"{count} of them", most)
