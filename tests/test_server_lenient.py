@@ -476,6 +476,7 @@ MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             ("ebnf", "grammar", 'start: "a"'),
         ]
     ),
+    (COMPLETE, {"best_of": 2, "n": 2}, {"n": 2}),
     *(
         (
             CHAT,

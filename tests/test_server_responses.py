@@ -442,6 +442,9 @@ def test_what_the_model_is_shown(served: Served, prompts: list[list[int]]) -> No
         for ids in prompts
     )
     assert "Reasoning: high" in TOKENIZER.decode(prompts[0])
+    for body, shown in zip(bodies, [*prompts], strict=True):
+        count = served.post(f"{PATH}/input_tokens", body).json()
+        assert count == {"object": "response.input_tokens", "input_tokens": len(shown)}
     rest = [
         ("user", None, "U"),
         ("developer", None, "# Instructions\n\nD"),

@@ -286,6 +286,7 @@ RESPONSE = object_of(
     safety_identifier=TEXT_OR_NULL,
     prompt_cache_key=TEXT_OR_NULL,
 )
+RESPONSE_INPUT = object_of(object=one("response.input_tokens"), input_tokens=COUNT)
 DELETED = object_of(id=TEXT, object=one("response"), deleted=one(True))
 
 # /v1/messages

@@ -64,6 +64,8 @@ class CompletionBody(SampledBody):
     ) -> dict[str, Any]:
         if "prompt" not in data and "messages" in data:
             refuse("messages", Unsupported("they are for /v1/chat/completions"))
+        if data.get("best_of") == data.get("n", 1):  # all of them are asked for
+            data.pop("best_of", None)
         return super().apply_aliases(with_format(data), context)
 
     @property

@@ -286,6 +286,12 @@ def named_response(call: Call) -> StoredResponse:
     return stored_response(call.service.responses, call.request.path_params["response"])
 
 
+def count_input_tokens(call: Call) -> dict[str, Any]:
+    """How many tokens the model would be asked for a response, which isn't made."""
+    count = len(Response(call).requests[0].tokens)
+    return {"object": "response.input_tokens", "input_tokens": count}
+
+
 class ResponseQuery(Body):
     """The query of a GET of a response."""
 
@@ -358,6 +364,13 @@ RESPONSES = [
         body=ResponsesBody,
         result=response_schemas.RESPONSE,
         summary="The assistant's next turn, as items.",
+    ),
+    Endpoint(
+        path="/v1/responses/input_tokens",
+        handler=count_input_tokens,
+        body=ResponsesBody,
+        result=response_schemas.RESPONSE_INPUT,
+        summary="How many tokens the model would be asked for a response.",
     ),
     Endpoint(
         method="GET",
