@@ -428,6 +428,9 @@ def test_the_client(client: anthropic.Anthropic, served: Served) -> None:
     assert streamed.stop_reason == "end_turn" and text == "132"
     assert {"thinking", "text", "signature", "message_stop"} <= {*seen}
     assert raw[0] == "message_start" and raw[-1] == "message_stop"
+    (card, _) = client.models.list()
+    assert card == client.models.retrieve(NAME)
+    assert card.display_name == NAME and card.created_at.timestamp() > 0
     count = client.messages.count_tokens(model=NAME, messages=HELLO_BODY["messages"])
     for usage in (found.usage, streamed.usage, beta.usage):
         assert input_tokens(usage.to_dict()) == count.input_tokens

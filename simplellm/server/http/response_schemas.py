@@ -128,12 +128,15 @@ CHAT = object_of(
 MODEL = object_of(
     id=TEXT,
     object=one("model"),
+    type=one("model"),
+    display_name=TEXT,
     created=COUNT,
+    created_at=TEXT,
     owned_by=TEXT,
     root=TEXT,
     max_model_len=COUNT,
 )
-MODEL_LIST = object_of(object=one("list"), data=list_of(MODEL))
+MODEL_LIST = object_of(object=one("list"), data=list_of(MODEL), has_more=one(False))
 TOKEN_LIST = object_of(
     {"token_strs": list_of(TEXT)}, tokens=IDS, count=COUNT, max_model_len=COUNT
 )

@@ -1,5 +1,6 @@
 """The small endpoints: models, tokens, health and metrics."""
 
+from datetime import UTC, datetime
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -17,11 +18,15 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def model_card(call: Call, name: str) -> dict[str, Any]:
-    """A served model as OpenAI's list has it."""
+    """A served model as the lists of OpenAI, Anthropic and vLLM have it."""
+    created = call.service.created
     return {
         "id": name,
         "object": "model",
-        "created": call.service.created,
+        "type": "model",
+        "display_name": name,
+        "created": created,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
         "owned_by": "simplellm",
         "root": call.service.names[0],
         "max_model_len": call.service.llm.input_processor.max_model_len,
@@ -30,7 +35,7 @@ def model_card(call: Call, name: str) -> dict[str, Any]:
 
 def list_models(call: Call) -> dict[str, Any]:
     cards = [model_card(call, name) for name in call.service.names]
-    return {"object": "list", "data": cards}
+    return {"object": "list", "data": cards, "has_more": False}
 
 
 def get_model(call: Call) -> dict[str, Any]:
