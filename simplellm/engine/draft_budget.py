@@ -7,7 +7,7 @@ from itertools import accumulate
 
 DECAY = 0.95  # of earlier drafts' weight, at each new guess
 FADE = 0.5  # the same, each time that drafting backs off
-OVERHEAD_FADE = 0.25  # and that of what steps took
+OVERHEAD_FADE = 0.125  # and that of what steps took
 SIGNIFICANCE = 0.001  # likelihood of so many wrong drafts below which that's done
 MIN_BACKOFF, MAX_BACKOFF = 8, 512  # steps that the first one takes, and the longest
 # The same, where drafts would be right but aren't worth what they cost. With another
@@ -61,8 +61,9 @@ class Overhead:
     """Seconds by which steps that follow one another take longer than they cost.
 
     That is the attention to what the cache holds, and what the host has to do between
-    steps, unless it is ahead of the device: a line by how many drafts each request has,
-    by least squares, where what was longer ago counts less.
+    steps, unless it is ahead of the device; it is negative where a request's drafts
+    share experts. A line by how many drafts each request has, by least squares, where
+    what was longer ago counts less.
     """
 
     count: float = 0.0
@@ -78,7 +79,7 @@ class Overhead:
         up by something else, as a garbage collection does.
         """
         mean = self.seconds / self.count if self.count else 0.0
-        seconds = min(max(seconds, 0.0), 2 * mean + cost)
+        seconds = min(seconds, 2 * abs(mean) + cost)
         self._scale(DECAY)
         self.count += 1
         self.drafts += drafts
@@ -94,16 +95,16 @@ class Overhead:
         for name in ("count", "drafts", "seconds", "squares", "products"):
             setattr(self, name, factor * getattr(self, name))
 
-    def line(self, plain: float | None) -> tuple[float, float]:
-        """Of no drafts, and of each; ``plain`` is one more point, of a step without."""
-        count = self.count + (plain is not None)
-        seconds = self.seconds + (plain or 0.0)
-        spread = count * self.squares - self.drafts**2
-        slope = 0.0
-        if spread > 1e-6 * count * self.squares:  # else all had the same number
-            slope = (count * self.products - self.drafts * seconds) / spread
-        slope = max(slope, 0.0)
-        return max((seconds - slope * self.drafts) / count, 0.0), slope
+    def at(self, drafts: float) -> float:
+        """Seconds where each request has so many drafts; 0 before any was timed."""
+        if not self.count:
+            return 0.0
+        mean, middle = self.seconds / self.count, self.drafts / self.count
+        spread = self.count * self.squares - self.drafts**2
+        if spread <= 1e-6 * self.count * self.squares:  # all had the same number
+            return mean
+        slope = (self.count * self.products - self.drafts * self.seconds) / spread
+        return mean + slope * (drafts - middle)
 
 
 @dataclass

@@ -172,10 +172,8 @@ class Speculator:
             if self.max_verify_tokens is not None:
                 max_drafts = min(max_drafts, self.max_verify_tokens - rows)
             offered = max(min(self.most, max_drafts // rows), 0)
-
-            def cost(each: int) -> float:  # of a step with so many tokens of each
-                return self._cost(rows * each, rows * (each - 1), rows)
-
+            costs = self._step_costs(rows, rows)
+            cost = lambda each: costs(rows * each)  # noqa: E731
             (count,) = choose_counts([chance], [offered], 1, offered, cost)
             self.proposer.count = count
             if not count:  # later it is tried again
@@ -296,30 +294,31 @@ class Speculator:
                 max_drafts -= counts[-1]
             return counts
         chances = [self._chance(state) if state else 0.0 for state in states]
-
-        def cost(tokens: int) -> float:
-            return self._cost(tokens, tokens - computed, max(1, len(states)))
-
+        cost = self._step_costs(computed, max(1, len(states)))
         return choose_counts(chances, offered, computed, max_drafts, cost)
 
-    def _cost(self, tokens: int, drafts: int, requests: int) -> float:
-        """Seconds of a step of ``tokens``, some of them ``drafts`` of ``requests``."""
+    def _step_costs(self, computed: int, requests: int) -> Callable[[int], float]:
+        """Seconds of a step of ``requests``, by its number of tokens.
+
+        ``computed`` are no drafts; with drafts it takes no less than without.
+        """
         plain, drafting = self.overheads
-        each = drafts / requests
-        if self.proposer is not None:  # made for all at once
-            each = ceil(each)
-        cost = self._cost_alone(tokens, drafts, requests, each)
-        fixed = plain.seconds / plain.count if plain.count else None
-        if drafting.count:
-            least, slope = drafting.line(fixed)
-            # Until a step without drafts was timed, it takes what others have at least.
-            fixed = least if fixed is None else fixed
-            if drafts:  # such steps never overlap more than others
-                measured = max(least + slope * each, fixed)
-                # What was measured counts for less the fewer steps it stems from.
-                total = drafting.count * measured + fixed
-                return cost + total / (drafting.count + 1)
-        return cost + (fixed or 0.0)
+        fixed = plain.at(0)
+        least = self._cost_alone(computed, 0, requests, 0) + fixed
+
+        def cost(tokens: int) -> float:
+            drafts = tokens - computed
+            if not drafts:
+                return least
+            each = drafts / requests
+            if self.proposer is not None:  # made for all at once
+                each = ceil(each)
+            # What was measured counts for less the fewer steps it stems from.
+            overhead = drafting.count * drafting.at(each) + fixed
+            alone = self._cost_alone(tokens, drafts, requests, each)
+            return max(alone + overhead / (drafting.count + 1), least)
+
+        return cost
 
     def _cost_alone(
         self, tokens: int, drafts: int, requests: int, each: float
