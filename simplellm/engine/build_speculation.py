@@ -24,8 +24,10 @@ from simplellm.engine.speculative_scheduler import SpeculativeScheduler
 from simplellm.engine.speculator import DRAFTERS, LONGEST_DRAFT, Speculator
 from simplellm.engine.step_times import time_steps
 from simplellm.engine.suffix_drafter import SuffixDrafter
-from simplellm.model.eagle import build_head
+from simplellm.model.eagle import as_model, build_head
 from simplellm.model.host_pages import host_pages
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.memory import page_bytes
 from simplellm.model.model import Model
 
 HEAD = "head"  # what `speculative` is for the head in the model's own folder
@@ -82,8 +84,7 @@ def head_page_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> 
     head = find_head(config, model)
     if head is None:
         return 0
-    numbers = head.num_key_value_heads * head.head_dim
-    return 2 * config.page_size * numbers * itemsize
+    return page_bytes(as_model(head, 1), config.page_size, itemsize)
 
 
 def capture_drafts(scheduler: object, runner: Runner) -> None:
@@ -141,9 +142,9 @@ def build_speculative_schedulers(
     most, drafter = number or LONGEST_DRAFT, DRAFTERS.get(name, SuffixDrafter)
     if draft is not None:
         most, drafter = number or HEAD_DRAFTS, partial(ModelDrafter, draft)
-    elif find_head(config, runner.model.config) is not None:
+    elif (form := find_head(config, runner.model.config)) is not None:
         most, drafter = number or HEAD_DRAFTS, HeadDrafts
-        runner.proposer = head_proposer(runner, config, most)
+        runner.proposer = head_proposer(runner, config, form, most)
     costs = StepCosts({1: 0.0}) if number is None else None
     how: Any = {"proposer": runner.proposer, "serial_drafter": draft is not None}
     # Other ranks don't have what is drafted on this one's device.
@@ -159,16 +160,15 @@ def build_speculative_schedulers(
 
 
 def head_proposer(
-    runner: Runner, config: EngineConfig, most: int
+    runner: Runner, config: EngineConfig, form: HeadConfig, most: int
 ) -> HeadProposer | None:
-    """What drafts with the head whose folder ``speculative`` is.
+    """What drafts with the head of this ``form``, whose folder ``speculative`` is.
 
     It's whole, and that of the rank which schedules; None on others, which only lend it
     what it has of the model.
     """
     model, pool, ranks = runner.model, runner.pool, runner.ranks
-    form = find_head(config, model.config)
-    assert form is not None and config.speculative is not None
+    assert config.speculative is not None
     tensors = read_head(Path(config.speculative), form)
     head = build_head(form, tensors, model, ranks.whole)
     if not ranks.schedules:
@@ -184,7 +184,8 @@ def head_proposer(
         heads = form.num_attention_heads, form.num_key_value_heads, form.head_dim
         attend = attend_in(rows, *heads, model.device, config.batch_invariant)
         ops = replace(ops, attend=attend)
-    shape, width = (len(pool.keys[0]), pool.page_size), runner.table_width
-    proposer = HeadProposer(head, ops, aux, shape, rows, width, most)
-    proposer.host_pages = host_pages(proposer.page(0), len(pool.host_pages))
-    return proposer
+    layer = as_model(form, model.config.max_position_embeddings)
+    sizes = len(pool.keys[0]), pool.page_size
+    own = KVPool(layer, *sizes, model.dtype, model.device)
+    own.host_pages = host_pages(own.page(0), len(pool.host_pages))
+    return HeadProposer(head, ops, aux, own, rows, runner.table_width, most)

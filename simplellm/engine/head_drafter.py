@@ -33,6 +33,7 @@ from simplellm.engine.step_times import fastest
 from simplellm.engine.verify_chunks import PlaceholderChunk, has_drafts, num_drafts
 from simplellm.model.batch import Batch, KVGroup
 from simplellm.model.eagle import Head, with_taps
+from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.ops import Ops
 
@@ -83,10 +84,10 @@ class HeadProposer:
     """A head with its pages, which drafts after each step.
 
     ``aux`` has the states of the step's tokens [T, 3 * hidden]; ``ops`` compute, and
-    attend with room for ``rows`` requests. ``shape`` are the pages of a cache and the
-    tokens of a page. At most ``most`` drafts are made for a request. What comes of them
-    goes to ``deliver``: a request, how long its text is and the last token of it, and
-    its drafts.
+    attend with room for ``rows`` requests. ``pool`` has keys and values of one layer,
+    the head's. At most ``most`` drafts are made for a request. What comes of them goes
+    to ``deliver``: a request, how long its text is and the last token of it, and its
+    drafts.
     """
 
     def __init__(
@@ -94,19 +95,15 @@ class HeadProposer:
         head: Head,
         ops: Ops,
         aux: AuxHiddenStates,
-        shape: tuple[int, int],
+        pool: KVPool,
         rows: int,
         width: int,
         most: int,
     ) -> None:
         self.head, self.ops, self.aux, self.most = head, ops, aux, most
-        self.states = aux.states
-        self.page_size, config = shape[1], head.config
-        device, empty = aux.states.device, head.fc.new_zeros
-        heads, dim = config.num_key_value_heads, config.head_dim
-        self.memory = empty(2, *shape, heads, dim)
-        self.keys, self.values = self.memory
-        self.host_pages: Sequence[Tensor] = ()  # in the host's memory
+        self.states, self.pool, self.page_size = aux.states, pool, pool.page_size
+        self.cache = pool.keys[0], pool.values[0]
+        device, empty, config = aux.states.device, head.fc.new_zeros, head.config
         self.count = most  # drafts to make after the step that comes now
         self.deliver: Callable[[Request, int, int, list[int]], object]
         self.deliver = lambda request, length, last, drafts: None
@@ -119,7 +116,7 @@ class HeadProposer:
         self.staging = [pinned([4, rows], torch.int32, device) for _ in range(2)]
         self.columns = numbers(4, rows)
         # What the first draft is made of.
-        self.q = empty(rows, config.num_attention_heads, dim)
+        self.q = empty(rows, config.num_attention_heads, config.head_dim)
         self.residual = empty(rows, config.hidden_size)
         self.positions = numbers(rows)
         self.tables = numbers(rows, width)
@@ -149,16 +146,6 @@ class HeadProposer:
         self.draft_graphs: dict[tuple[int, int], Callable[[], None]] = {}
         self.sizes: Sequence[int] = ()
 
-    def page(self, number: int) -> Tensor:
-        """The keys and values of a page, wherever it lies."""
-        beyond = number - self.memory.shape[1]
-        return self.memory[:, number] if beyond < 0 else self.host_pages[beyond]
-
-    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Copy pages, (from, to) in this order."""
-        for source, target in pages:
-            self.page(target).copy_(self.page(source), non_blocking=True)
-
     # On the device
 
     def _read(
@@ -171,10 +158,8 @@ class HeadProposer:
         tokens, ops = batch.tokens, self.ops
         x = self.head.combine(self.states[: len(tokens)])
         residual, qkv = self.head.inputs(ops, x, following)
-        group, cache = batch.groups[0], (self.keys, self.values)
-        q = ops.rope_and_cache(
-            qkv, self.head.attn, batch.positions, *cache, group.slots
-        )
+        group, where = batch.groups[0], (batch.positions, *self.cache)
+        q = ops.rope_and_cache(qkv, self.head.attn, *where, group.slots)
         if count == 0:
             return
         first, checked, owners, _ = self.columns[:, :count]
@@ -193,7 +178,7 @@ class HeadProposer:
 
     def _draft(self, count: int, number: int) -> None:
         """A ``number`` of drafts for each of ``count`` requests, one after another."""
-        size, attn, cache = self.page_size, self.head.attn, (self.keys, self.values)
+        size, attn, cache = self.page_size, self.head.attn, self.cache
         capacity, tables = self.columns[3, :count], self.tables[:count, : self.width]
         # Of each draft: where the token lies that it follows.
         positions = self.positions[:count] + self.offsets[:number, None]

@@ -215,7 +215,7 @@ class Runner:
         if copies:
             self.tables.invalidate()
             if self.proposer is not None:
-                self.proposer.copy(copies)
+                self.proposer.pool.copy(copies)
         real = CaptureShape.of(scheduled)
         if agreed is None:
             graph = self._graph(scheduled, drafting) or self._mixed(real, len(sampling))
