@@ -118,11 +118,11 @@ class Runner:
         rows, sizes = (tokens, sequences, pages, decodes), self.pool
         return Batch.of(flat, *rows, sizes.windows, sizes.page_size, queries)
 
-    def batch_of(self, shape: CaptureShape) -> Batch:
-        """The captured step of this shape."""
+    def batch_of(self, shape: CaptureShape, flat: Tensor | None = None) -> Batch:
+        """A step of this shape: the captured one, or one in ``flat``."""
         tokens, decodes, chunks, queries = shape
-        rows, width = decodes + chunks, self.table_width
-        return self.view(self.inputs, tokens, rows, width, decodes, queries)
+        sizes = tokens, decodes + chunks, self.table_width, decodes, queries
+        return self.view(self.inputs if flat is None else flat, *sizes)
 
     # Graphs
 

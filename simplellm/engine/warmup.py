@@ -44,11 +44,9 @@ def dummy_run(runner: Runner, shape: CaptureShape, ops: Ops) -> None:
     It needs the kernels of a real step of this shape. Several may be under way at once,
     and write over each other's results.
     """
-    tokens, decodes, chunks, queries = shape
-    flat, width = torch.zeros_like(runner.inputs), runner.table_width
-    batch = runner.view(flat, tokens, decodes + chunks, width, decodes, queries)
+    batch = runner.batch_of(shape, torch.zeros_like(runner.inputs))
     batch.pad()
-    rows = decodes or 1
+    rows = shape.decodes or 1
     model, logits = replace(runner.model, ops=ops), runner.logits[:rows]
     hidden = model.forward(batch, runner.pool, runner.sampled_tokens)
     model.head(hidden[:rows], logits)
