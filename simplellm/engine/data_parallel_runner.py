@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import GrammarError
@@ -11,16 +10,16 @@ from simplellm.base.sample_position import SamplePosition
 from simplellm.engine.data_parallel_ranks import DataLeader, RemoteRank
 from simplellm.engine.graphs import Agreed, CapturedGraph, CaptureShape
 from simplellm.engine.page_manager import PageManager
+from simplellm.engine.ranks import ForwardPass, TokenChoice
 from simplellm.engine.runner import Flight, Runner
-from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts
+from simplellm.engine.sampler import SamplerOutput
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.step_output import StepOutput, step_output
 from simplellm.engine.verify_chunks import has_drafts, step_positions
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
-from simplellm.sampling.logprobs import PromptScores, PromptTargets
-from simplellm.sampling.masks import Mask
+from simplellm.sampling.logprobs import PromptScores
 
 
 class RemoteRunner(Runner):
@@ -52,26 +51,13 @@ class RemoteRunner(Runner):
         self.like = like
 
     def compute(
-        self,
-        flat: Tensor,
-        shape: Sequence[int],
-        count: int,
-        copies: Sequence[tuple[int, int]],
-        targets: Sequence[PromptTargets],
-        graph: CapturedGraph | None = None,
+        self, forward: ForwardPass, graph: CapturedGraph | None
     ) -> list[PromptScores]:
-        return [PromptScores(part.request, part.first, ()) for part in targets]
+        return [PromptScores(part.request, part.first, ()) for part in forward.targets]
 
-    def choose_tokens(
-        self,
-        count: int,
-        columns: SamplingTensors,
-        steps: Tensor,
-        counts: TokenCounts | None,
-        mask: Mask | None,
-    ) -> SamplerOutput:
-        self.counting = counts is not None
-        return SamplerOutput(self.sampled_tokens[:count])
+    def choose_tokens(self, choice: TokenChoice) -> SamplerOutput:
+        self.counting = choice.counts is not None
+        return SamplerOutput(self.sampled_tokens[: choice.samples])
 
     def _pages(self, scheduled: Sequence[ScheduledChunk]) -> int:
         if self.like.device.type == "cuda":

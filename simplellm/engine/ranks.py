@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,27 @@ HANG_SECONDS = 5.0  # that a rank may be behind and do nothing
 LOAD_SECONDS = 120.0  # that it may do nothing while it loads
 POLL_SECONDS = 0.25  # between two looks at whether all live
 ALIGNMENT = 8  # bytes, of a tensor in a message
+
+
+class ForwardPass(NamedTuple):
+    """A rank's part in the forward pass of a step: see `Runner.compute`."""
+
+    flat: Tensor  # int32, a `Batch` of this shape
+    shape: Sequence[int]  # as in `Runner.view`
+    samples: int
+    copies: Sequence[tuple[int, int]]  # of pages, before it
+    targets: Sequence[PromptTargets]
+    graph: CaptureShape | None  # of what is replayed
+
+
+class TokenChoice(NamedTuple):
+    """A rank's part in choosing tokens: see `Runner.choose_tokens`."""
+
+    samples: int
+    columns: SamplingTensors
+    steps: Tensor  # int64 [samples], as in `sample`
+    counts: TokenCounts | None
+    mask: Mask | None
 
 
 class Ranks:
@@ -101,26 +122,11 @@ class Ranks:
         """Inside of this a rank loads; if that fails, all ranks end."""
         yield
 
-    def send_forward(
-        self,
-        flat: Tensor,
-        shape: Sequence[int],
-        count: int,
-        copies: Sequence[tuple[int, int]],
-        targets: Sequence[PromptTargets],
-        graph: CaptureShape | None,
-    ) -> None:
-        """Let the others compute a step, too: their part in `Runner.compute`."""
+    def send_forward(self, forward: ForwardPass) -> None:
+        """Let the others compute a step, too."""
 
-    def send_sample(
-        self,
-        count: int,
-        columns: SamplingTensors,
-        steps: Tensor,
-        counts: TokenCounts | None,
-        mask: Mask | None,
-    ) -> None:
-        """Let the others choose tokens, too: their part in `Runner.choose_tokens`."""
+    def send_sample(self, choice: TokenChoice) -> None:
+        """Let the others choose tokens, too."""
 
     def local_sampling(
         self, columns: SamplingTensors, mask: Mask | None
@@ -257,29 +263,16 @@ class StepSender(Ranks):
         """Send a message: what to do, and with which tensors."""
         raise NotImplementedError
 
-    def send_forward(
-        self,
-        flat: Tensor,
-        shape: Sequence[int],
-        count: int,
-        copies: Sequence[tuple[int, int]],
-        targets: Sequence[PromptTargets],
-        graph: CaptureShape | None,
-    ) -> None:
+    def send_forward(self, forward: ForwardPass) -> None:
+        flat, shape, count, copies, targets, graph = forward
         scored = [(target.row, target.most) for target in targets]
         step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
         step |= {"graph": graph, "span": self.span_of(flat)}
         sent = None if step["span"] else flat
         self.send_call("forward", [sent, *(t.tokens for t in targets)], **step)
 
-    def send_sample(
-        self,
-        count: int,
-        columns: SamplingTensors,
-        steps: Tensor,
-        counts: TokenCounts | None,
-        mask: Mask | None,
-    ) -> None:
+    def send_sample(self, choice: TokenChoice) -> None:
+        count, columns, steps, counts, mask = choice
         new = counts is not None and counts.in_prompt is not self.counts
         self.counts = None if counts is None else counts.in_prompt
         tables = [getattr(counts, name) if new else None for name in TABLES]
@@ -649,18 +642,15 @@ class Follower(ParallelRank):
         while (message := self.link.receive()) is not None:
             kinds, count = message["tensors"], message["count"]
             if message["call"] == "forward":
-                flat, *tokens = self._receive(kinds, self.device)
+                flat, *scored = self._receive(kinds, self.device)
                 if span := message["span"]:
                     flat = self.memory.all[slice(*span)]
-                scored = zip(tokens, message["scored"], strict=True)
-                targets = [
-                    PromptTargets(None, 0, row, ids, most)
-                    for ids, (row, most) in scored
-                ]
+                pairs = zip(scored, message["scored"], strict=True)
+                targets = [PromptTargets(None, 0, row, x, n) for x, (row, n) in pairs]
                 graph = message["graph"] and CaptureShape(*message["graph"])
-                replayed, copies = runner.graph_of(graph), message["copies"]
-                how = message["shape"], count, copies, targets, replayed
-                runner.scores = runner.compute(flat, *how)
+                how = message["shape"], count, message["copies"], targets, graph
+                forward = ForwardPass(flat, *how)
+                runner.scores = runner.compute(forward, runner.graph_of(graph))
                 self._has_launched()
                 continue
             if message["call"] == "fetch":
@@ -676,7 +666,8 @@ class Follower(ParallelRank):
                     setattr(counts, name, table)
             counting = counts if message["counting"] else None
             mask = None if rows is None else Mask(rows, bits)
-            sampled = runner.choose_tokens(count, columns, steps, counting, mask)
+            choice = TokenChoice(count, columns, steps, counting, mask)
+            sampled = runner.choose_tokens(choice)
             self._has_launched()
 
     def _receive(self, kinds: Sequence[Any], device: torch.device) -> list[Any]:

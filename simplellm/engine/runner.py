@@ -26,7 +26,7 @@ from simplellm.engine.graphs import (
 )
 from simplellm.engine.input_batch import fill_batch
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.ranks import ALONE, Ranks
+from simplellm.engine.ranks import ALONE, ForwardPass, Ranks, TokenChoice
 from simplellm.engine.sampler import SamplerOutput, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.step_output import StepOutput, step_output
@@ -34,13 +34,8 @@ from simplellm.engine.verify_chunks import has_drafts, num_drafts, step_position
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
-from simplellm.sampling.logprobs import (
-    PromptScores,
-    PromptTargets,
-    prompt_targets,
-    score_prompts,
-)
-from simplellm.sampling.masks import Mask, Masks
+from simplellm.sampling.logprobs import PromptScores, prompt_targets, score_prompts
+from simplellm.sampling.masks import Masks
 
 NEEDS_LAST_TOKEN = attrgetter("needs_last_token")
 Flight = Callable[[], StepOutput]  # waits for what a step has sampled
@@ -237,27 +232,23 @@ class Runner:
         flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
         targets = prompt_targets(scheduled, self.device)
         captured = None if graph is None else graph.shape
-        self.ranks.send_forward(flat, shape, len(sampling), copies, targets, captured)
+        forward = ForwardPass(flat, shape, len(sampling), copies, targets, captured)
+        self.ranks.send_forward(forward)
         self.sampling = [*sampling]
-        alone = graph is not None and not graph.shape.chunks
-        self.step = scheduled, shape, graph.shape if graph and alone else None
-        self.scores = self.compute(flat, shape, len(sampling), copies, targets, graph)
+        alone = captured if captured and not captured.chunks else None
+        self.step = scheduled, shape, alone
+        self.scores = self.compute(forward, graph)
 
     def compute(
-        self,
-        flat: Tensor,
-        shape: Sequence[int],
-        count: int,
-        copies: Sequence[tuple[int, int]],
-        targets: Sequence[PromptTargets],
-        graph: CapturedGraph | None = None,
+        self, forward: ForwardPass, graph: CapturedGraph | None
     ) -> list[PromptScores]:
-        """A rank's part in a step ``flat``, of a ``shape`` as in `view`."""
+        """A rank's part in a forward pass, by its own ``graph`` if there is one."""
+        flat, shape, count, copies, targets, _ = forward
         self.pool.copy(copies)
         self.inputs[: len(flat)].copy_(flat, non_blocking=True)
         batch, hidden = self.view(self.inputs, *shape), self.hidden
         if self.proposer is not None:
-            self.proposer.resolve_placeholders(batch, graph.shape if graph else None)
+            self.proposer.resolve_placeholders(batch, forward.graph)
         if graph is not None:
             graph.replay()
         else:
@@ -311,20 +302,15 @@ class Runner:
             steps = upload(output_lengths(requests), torch.int64, self.device)
             if self.proposer is not None:
                 steps = self.proposer.steps(self, requests, steps)
-            how = columns, steps, self.counts if counting else None, mask
-            self.ranks.send_sample(count, *how)
-            sampled = self.choose_tokens(count, *how)
+            counts = self.counts if counting else None
+            choice = TokenChoice(count, columns, steps, counts, mask)
+            self.ranks.send_sample(choice)
+            sampled = self.choose_tokens(choice)
         return self._fetch(requests, sampled)
 
-    def choose_tokens(
-        self,
-        count: int,
-        columns: SamplingTensors,
-        steps: Tensor,
-        counts: TokenCounts | None,
-        mask: Mask | None,
-    ) -> SamplerOutput:
-        """A rank's part in choosing ``count`` tokens, as `sample` does."""
+    def choose_tokens(self, choice: TokenChoice) -> SamplerOutput:
+        """A rank's part in choosing tokens, as `sample` does."""
+        count, columns, steps, counts, mask = choice
         columns, mask = self.ranks.local_sampling(columns, mask)
         logits, best = self.logits[:count], self.sampled_tokens[:count]
         ops = self.model.ops
