@@ -25,14 +25,7 @@ from simplellm.base.host_memory import fetch
 from simplellm.base.request import EngineError
 from simplellm.checkpoint.sharding import Shard, ShardedSource
 from simplellm.checkpoint.source import Source
-from simplellm.engine.ranks import (
-    Follower,
-    Leader,
-    ParallelRank,
-    StepSender,
-    as_bytes,
-    kinds_of,
-)
+from simplellm.engine.ranks import Follower, Leader, ParallelRank, StepSender
 from simplellm.engine.sampler import SamplerOutput
 from simplellm.model.ops import Ops
 from simplellm.model.parallel import data_parallel_table
@@ -97,8 +90,7 @@ class RemoteRank(StepSender):
     def send_call(
         self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
     ) -> None:
-        message = {"call": call, "tensors": kinds_of(tensors), **numbers}
-        self.link.send(message, as_bytes(tensors).numpy().tobytes())
+        self.link.send_tensors({"call": call, **numbers}, tensors)
 
     def answer(self) -> list[list[Tensor]]:
         """What a step gave, which `send_call` has asked for by "fetch".
@@ -156,5 +148,4 @@ class DataFollower(Follower, DataParallel):
             if arrived:
                 arrived.synchronize()
             tensors = [tensor for group in groups for tensor in group]
-            message = {"tensors": kinds_of(tensors), "counts": [*map(len, groups)]}
-            self.link.send(message, as_bytes(tensors).numpy().tobytes())
+            self.link.send_tensors({"counts": [*map(len, groups)]}, tensors)

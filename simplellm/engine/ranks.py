@@ -223,8 +223,15 @@ class Link:
     def __init__(self, link: socket.socket) -> None:
         self.link, self.lines = link, link.makefile("rb")
 
-    def send(self, message: Mapping[str, Any], tensors: bytes = b"") -> None:
-        self.link.sendall(json.dumps(message).encode() + b"\n" + tensors)
+    def send(self, message: Mapping[str, Any], data: bytes = b"") -> None:
+        self.link.sendall(json.dumps(message).encode() + b"\n" + data)
+
+    def send_tensors(
+        self, message: Mapping[str, Any], tensors: Sequence[Tensor | None]
+    ) -> None:
+        """A message with its ``tensors``, for `receive_tensors`."""
+        announced = {**message, "tensors": kinds_of(tensors)}
+        self.send(announced, as_bytes(tensors).numpy().tobytes())
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None once the other end is closed."""
