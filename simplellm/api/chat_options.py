@@ -185,33 +185,10 @@ def turn_constraint(
 ) -> Constraint | None:
     """What a turn has to fit; None where nothing is asked: the model writes freely.
 
-    ``answer`` is a response_format; ``grammar`` makes one of the rules of
-    an answer and of calls. With ``alone`` one is needed where there are tools, even if
-    nothing else is asked of their calls. A call that has to come fits its tool's schema
-    where that can be held. Raises TypeError or ValueError.
-    """
-    asked = answer, tools, choice, outputs, grammar, alone
-    looser = loose_constraint(*asked)
-    if looser is not None and callable_tools(choice, tools)[1]:
-        with suppress(TypeError, ValueError):
-            held = loose_constraint(*asked, held=True)
-            if held is not None and held.text != looser.text:
-                return replace(held, looser=looser)
-    return looser
-
-
-def loose_constraint(
-    answer: Format | None,
-    tools: Sequence[Tool],
-    choice: Any,
-    outputs: StructuredOutputs | None,
-    grammar: Callable[[Rules | None, Mapping[str, Rules]], str],
-    alone: bool,
-    held: bool = False,
-) -> Constraint | None:
-    """`turn_constraint`, with calls of any arguments unless their tool is strict.
-
-    With ``held`` all tools are, as far as they can be.
+    ``answer`` is a response_format; ``grammar`` makes one of the rules of an answer and
+    of calls. With ``alone`` one is needed where there are tools, even if nothing else
+    is asked of their calls. A call fits its tool's schema if the tool is strict, and
+    one that has to come wherever that can be held. Raises TypeError or ValueError.
     """
     some, must = callable_tools(choice, tools)
     parts = answer_parts(outputs, answer)
@@ -220,19 +197,28 @@ def loose_constraint(
     if not (parts or must or limited or strict):
         return None
     final = None if must else next(iter(parts.values()), FREE)
-    names, calls = {tool.name for tool in some}, dict[str, Rules]()
+    names = {tool.name for tool in some}
     count = len(names)
     expected = f"at most {MAX_CALLS}, where a grammar tells them apart"
     expect(count <= MAX_CALLS, "the number of tools", count, expected, param="tools")
-    length, most = len(rules_text(*parts.values())), 2 * MAX_TEXT
-    for number, tool in enumerate(tools):
-        if tool.name not in names:
-            continue
-        where = f"tools[{number}].parameters"
-        parts[where] = calls[tool.name] = arguments_rules(tool, where, held)
-        # At each of them, since to check those that are too many takes its time, too.
-        length += len(rules_text(parts[where]))
-        expected = f"at most {most} characters"
-        name = "the length of schemas in tools"
-        expect(length <= most, name, length, expected, param="tools")
-    return Constraint(grammar(final, calls), parts)
+
+    def constraint(held: bool) -> Constraint:
+        rules, calls = dict(parts), dict[str, Rules]()
+        length, most = len(rules_text(*parts.values())), 2 * MAX_TEXT
+        name, expected = "the length of schemas in tools", f"at most {most} characters"
+        for number, tool in enumerate(tools):
+            if tool.name in names:
+                where = f"tools[{number}].parameters"
+                rules[where] = calls[tool.name] = arguments_rules(tool, where, held)
+                # At each of them: to check those that are too many takes time, too.
+                length += len(rules_text(rules[where]))
+                expect(length <= most, name, length, expected, param="tools")
+        return Constraint(grammar(final, calls), rules)
+
+    looser = constraint(held=False)
+    if must:
+        with suppress(TypeError, ValueError):
+            stricter = constraint(held=True)
+            if stricter.text != looser.text:
+                return replace(stricter, looser=looser)
+    return looser
