@@ -61,10 +61,6 @@ class DataLeader(Leader, DataParallel):
         ]
         return every[:2]
 
-    def will_wait(self) -> None:
-        """The others' results are wanted next."""
-        self._advance()
-
     def _abort(self) -> None:
         super()._abort()
         if self.aborted:  # whoever waits for an answer would wait on
@@ -79,13 +75,10 @@ class RemoteRank(StepSender):
         self, leader: DataLeader, rank: int, staging: Sequence[Tensor]
     ) -> None:
         self.leader, self.size, self.arrays = leader, leader.size, staging
-        self.link = leader.links[rank - 1]
+        self.link, self.memory = leader.links[rank - 1], leader.memory
 
     def staging(self, size: int, device: torch.device) -> list[Tensor]:
         return [*self.arrays]
-
-    def span_of(self, flat: Tensor) -> tuple[int, int] | None:
-        return self.leader.memory.span_of(flat)
 
     def send_call(
         self, call: str, tensors: Sequence[Tensor | None], **numbers: Any

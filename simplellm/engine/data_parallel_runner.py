@@ -140,7 +140,7 @@ class DataParallelRunner(Runner):
         flights: list[Flight] = []
 
         def wait() -> StepOutput:
-            self.ranks.will_wait()
+            self.ranks.advance()
             outputs = [flight() for flight in flights]
             tokens = [one for output in outputs for one in output.tokens]
             logprobs = [one for output in outputs for one in output.logprobs]

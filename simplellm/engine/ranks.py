@@ -257,12 +257,9 @@ class Link:
 class StepSender(Ranks):
     """Sends each step to other ranks, by `send_call`."""
 
+    memory: "SharedMemory"  # that they have, too
     columns: SamplingTensors | None = None  # that they have
     counts: Tensor | None = None  # of the tables that they have
-
-    def span_of(self, flat: Tensor) -> tuple[int, int] | None:
-        """Where it lies in memory that they have; None if they don't."""
-        raise NotImplementedError
 
     def send_call(
         self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
@@ -274,7 +271,7 @@ class StepSender(Ranks):
         flat, shape, count, copies, targets, graph = forward
         scored = [(target.row, target.most) for target in targets]
         step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
-        step |= {"graph": graph, "span": self.span_of(flat)}
+        step |= {"graph": graph, "span": self.memory.span_of(flat)}
         sent = None if step["span"] else flat
         self.send_call("forward", [sent, *(t.tokens for t in targets)], **step)
 
@@ -335,10 +332,11 @@ class Leader(ParallelRank):
                 self._wait_for(rank)
                 link.link.settimeout(None)
             self.group = Group(self.folder.name, 0, size, REPLY_SECONDS, device)
-            self.group.before = self._advance
+            self.group.before = self.advance
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """The others' results are wanted next."""
         self.progress.advance(0)
 
     def _spawn(self) -> None:
@@ -503,16 +501,13 @@ class TensorLeader(Leader, TensorParallel, StepSender):
             link.send({})
         return self.memory.arrays(2, size, device)
 
-    def span_of(self, flat: Tensor) -> tuple[int, int] | None:
-        return self.memory.span_of(flat)
-
     def send_call(
         self, call: str, tensors: Sequence[Tensor | None], **numbers: Any
     ) -> None:
         for link in self.links:
             link.send({"call": call, "tensors": kinds_of(tensors), **numbers})
         if self.group.nccl is not None:  # what they wait for is not on the host
-            self._advance()
+            self.advance()
         if len(data := as_bytes(tensors)):
             self.group.broadcast(data)
 
