@@ -93,12 +93,8 @@ class Engine(EngineBase):
             if any(output.logprobs):
                 sampling = [c.request.request_id for c in scheduled if c.samples]
                 logprobs = dict(zip(sampling, output.logprobs, strict=True))
-            self.emit(
-                [
-                    self._event(request, kept, logprobs.get(request.request_id), now)
-                    for request, kept in new
-                ]
-            )
+            given = ((r, kept, logprobs.get(r.request_id)) for r, kept in new)
+            self.emit([self._event(*one, now) for one in given])
 
     def emit(self, events: Sequence[Event]) -> None:
         """Send out what became of requests."""
@@ -148,11 +144,9 @@ class Engine(EngineBase):
             error.__traceback__ = None
             self.collect(0)  # what is tried again must know its last token
             self.runner.invalidate()
-            request_id = error.request_id if isinstance(error, GrammarError) else None
+            guilty = error.request_id if isinstance(error, GrammarError) else None
             alone = len(scheduled) == 1
-            blamed = [
-                c for c in scheduled if alone or c.request.request_id == request_id
-            ]
+            blamed = [c for c in scheduled if alone or c.request.request_id == guilty]
             for chunk in blamed:
                 why = failure("the step of this request failed", error)
                 self.end(chunk.request, "error", why)

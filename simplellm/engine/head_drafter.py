@@ -108,12 +108,15 @@ class HeadProposer:
         self.deliver: Callable[[Request, int, int, list[int]], object]
         self.deliver = lambda request, length, last, drafts: None
 
-        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        def on_host(*shape: int) -> list[Tensor]:  # one may be on its way
+            return [pinned(shape, torch.int32, device) for _ in range(2)]
 
         # Of each request: its first sample, its drafts that the step checks, its row in
         # the block table, and for how many positions that has pages; 0 for padding.
-        self.staging = [pinned([4, rows], torch.int32, device) for _ in range(2)]
+        self.staging = on_host(4, rows)
         self.columns = numbers(4, rows)
         # What the first draft is made of.
         self.q = empty(rows, config.num_attention_heads, config.head_dim)
@@ -121,23 +124,20 @@ class HeadProposer:
         self.positions = numbers(rows)
         self.tables = numbers(rows, width)
         self.width = width  # of it, that the step has
-        self.zeros, self.starts = numbers(rows), torch.arange(rows + 1, device=device)
-        self.starts = self.starts.int()
+        self.zeros = numbers(rows)
+        self.starts = torch.arange(rows + 1, device=device).int()
         self.offsets = torch.arange(most, device=device).int()
         # Of each request: how many drafts were right, the token after these, and the
         # new drafts. `row_of` says where they are, by the requests' numbers.
         self.results = numbers(rows, 2 + most)
         self.row_of: dict[int, int] = {}
-        size = [rows, 2 + most]
-        self.host = [pinned(size, torch.int32, device) for _ in range(2)]
+        self.host = on_host(rows, 2 + most)
         self.index = 0
         # Of each token of a step: its request's row in the results of the step before,
         # or -1; if it has one, where it stands among its chunk's; its row of the batch.
         # And of each row of the batch: its request's row in the results, or -1.
         longest = max(len(self.states), MOST_VERIFIED, rows)
-        self.link_staging = [
-            pinned([longest, 4], torch.int32, device) for _ in range(2)
-        ]
+        self.link_staging = on_host(longest, 4)
         self.links = numbers(longest, 4) - 1
         self.linked = False  # whether any token of the step has a row
         self.resolve_graphs: dict[CaptureShape, Callable[[], None]] = {}

@@ -92,13 +92,10 @@ class Speculator:
     ) -> None:
         self.most, self.costs, self.drafter = most, costs, drafter
         self.overlaps = overlaps  # requests' steps, where their drafts are made
-        self.serial_drafter = (
-            serial_drafter  # drafts are made one request after the other
-        )
+        self.serial_drafter = serial_drafter  # makes them one request after the other
         self.draft_costs = StepCosts({1: 0.0})  # of a draft for so many requests
-        self.max_verify_tokens: int | None = (
-            None  # tokens of a step, where drafts follow
-        )
+        # Tokens of a step at most, where drafts follow.
+        self.max_verify_tokens: int | None = None
         self.proposer = proposer
         if proposer is not None:
             proposer.deliver = self.receive

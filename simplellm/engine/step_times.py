@@ -69,6 +69,4 @@ def dummy_step(runner: Runner, size: int) -> Callable[[], object]:
     batch.lengths[:size] = 1
     batch.query_start_loc[:] = torch.arange(rows + 1).clamp(max=size)
     batch.logits_indices[:size] = torch.arange(size)
-    return (
-        partial(runner.captured_step, batch, shape) if graph is None else graph.replay
-    )
+    return graph.replay if graph else partial(runner.captured_step, batch, shape)

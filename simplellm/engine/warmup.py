@@ -66,12 +66,10 @@ def dummy_sampler_run(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     """A token drawn with ``params``, for one row: more need no other kernels."""
     model, device = runner.model.config, runner.device
     counts = TokenCounts(model.vocab_size, device)
-    some = counts.prepare([Request([0], 1, params)])
+    wanted = counts if counts.prepare([Request([0], 1, params)]) else None
     columns = SamplingTensors.of([params], model.vocab_size, device)
     steps = torch.zeros(1, dtype=torch.int64, device=device)
-    logits = adjust_logits(
-        runner.logits[:1], columns, ops, counts if some else None, None
-    )
+    logits = adjust_logits(runner.logits[:1], columns, ops, wanted, None)
     how = columns.temperature, columns.seeds, steps, columns.filters
     ops.draw(logits, runner.sampled_tokens[:1], *how)
 
