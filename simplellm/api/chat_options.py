@@ -104,9 +104,8 @@ def named_tools(choices: Sequence[Any], tools: Sequence[Tool]) -> list[Tool]:
         names.append(name.get("name") if isinstance(name, Mapping) else name)
         ok = any(tool.name == names[-1] for tool in tools)
         offered = short([tool.name for tool in tools])
-        expect(
-            ok, "tool_choice", names[-1], f"the name of one of the tools ({offered})"
-        )
+        expected = f"the name of one of the tools ({offered})"
+        expect(ok, "tool_choice", names[-1], expected)
     return [tool for tool in tools if tool.name in names]
 
 
@@ -120,9 +119,8 @@ def arguments_rules(tool: Tool, where: str, held: bool = False) -> Rules:
         if held and tool.parameters:
             with suppress(TypeError, ValueError):
                 named = with_named_only(tool.parameters)
-                return arguments_rules(
-                    replace(tool, parameters=named, strict=True), where
-                )
+                strict = replace(tool, parameters=named, strict=True)
+                return arguments_rules(strict, where)
         return schema_rules(OBJECT, where)
     schema = tool.parameters or OBJECT | {"additionalProperties": False}
     kind = schema.get("type") if isinstance(schema, dict) else schema

@@ -30,11 +30,11 @@ class RequestFuture(Future[Any]):
     requests. So each gets a thread of its own.
     """
 
-    def __init__(self, owner: Any, processor: OutputProcessor, bar: tqdm) -> None:
+    def __init__(self, llm: Any, processor: OutputProcessor, bar: tqdm) -> None:
         super().__init__()
         self.bar = bar  # that shows how many replies are done
         # Stays open for as long as somebody waits for the result.
-        self.owner: Any = owner
+        self.llm: Any = llm
         self.processor: OutputProcessor | None = processor
         self.readers: list[Reader] = []
         self.lock = threading.RLock()  # held to cancel; a finalizer may do that inside
@@ -44,7 +44,7 @@ class RequestFuture(Future[Any]):
         self.bar.close()
         if self.processor is not None:
             self.processor.awaited.discard(self)
-        self.owner = self.processor = None
+        self.llm = self.processor = None
         self.readers = []
 
     def running(self) -> bool:
@@ -163,7 +163,7 @@ class FutureResult:
 
 
 def future_of(
-    owner: Any,
+    llm: Any,
     processor: OutputProcessor,
     samples: Samples,
     result: Callable[[list[list[Reader]]], Any],
@@ -175,7 +175,7 @@ def future_of(
     """
     count = sum(map(len, samples))
     bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
-    future = RequestFuture(owner, processor, bar)
+    future = RequestFuture(llm, processor, bar)
     try:
         processor.submit(FutureResult(future, samples, result).samples)
     except BaseException:

@@ -131,9 +131,9 @@ class InputProcessor:
                     "with parse_special=True it would be the control token",
                     name,
                 )
-        return (
-            ids if not add_special_tokens or ids[: len(begin)] == begin else begin + ids
-        )
+        if add_special_tokens and ids[: len(begin)] != begin:
+            ids = begin + ids
+        return ids
 
     def parser(self, spec: RequestSpec) -> TurnParser:
         """What reads the turn that a chat asks for."""
@@ -162,11 +162,8 @@ class InputProcessor:
             overrides = {**overrides, "structured_outputs": made}
         constrain, specs = memoized(constrain), []
         for index, prompt in enumerate(every):
-            with (
-                annotate_errors("prompts", index, each)
-                if len(every) > 1
-                else nullcontext()
-            ):
+            several = len(every) > 1
+            with annotate_errors("prompts", index, each) if several else nullcontext():
                 params = sampling_params[index]
                 specs.append(self.process(prompt, params, overrides, constrain))
         return specs
@@ -286,13 +283,11 @@ class InputProcessor:
             expected = "False where the text has to fit something: it ends then"
             expect(not params.ignore_eos, "ignore_eos", True, expected)
             grammar = self.grammars.compile_constraint(constraint)
-        available, most_tokens = limit - len(ids), params.max_tokens
+        available, most = limit - len(ids), params.max_tokens
         spec = RequestSpec(
             tokens=ids,
             text=prompt if isinstance(prompt, str) else None,
-            max_tokens=available
-            if most_tokens is None
-            else min(most_tokens, available),
+            max_tokens=available if most is None else min(most, available),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
             bad_sequences=bad,

@@ -201,18 +201,16 @@ class LLM:
         ``options`` are those of `chat`, without ``n``. The stream's ``output()`` is the
         `ChatChoice` that it has come to.
         """
-        sample = self._one_sample(
-            self.input_processor.process_chat(messages, **options), chat=True
-        )
+        request = self.input_processor.process_chat(messages, **options)
+        sample = self._one_sample(request, chat=True)
         return Stream(self, self._output_processor, sample)
 
     def stream_chat_async(
         self, messages: Messages, **options: Any
     ) -> AsyncStream[Delta]:
         """Like `stream_chat`, for ``async for``; deltas that waited come as one."""
-        sample = self._one_sample(
-            self.input_processor.process_chat(messages, **options), chat=True
-        )
+        request = self.input_processor.process_chat(messages, **options)
+        sample = self._one_sample(request, chat=True)
         return AsyncStream(self, self._output_processor, sample)
 
     def replies(
@@ -263,10 +261,7 @@ class LLM:
                 return request, ChatReply(request, self.tokenizer, parser)
             return request, TextReply(request, self.input_processor.tokenizer)
 
-        return [
-            [sample(spec, index) for index in range(n or spec.params.n)]
-            for spec in specs
-        ]
+        return [[sample(spec, i) for i in range(n or spec.params.n)] for spec in specs]
 
     def _one_sample(self, spec: RequestSpec, chat: bool = False) -> Samples:
         """`_samples` for a stream: the only one."""

@@ -88,9 +88,7 @@ class OutputProcessor:
         self.wakers: weakref.WeakValueDictionary[Any, Any]
         self.wakers = weakref.WeakValueDictionary()
         self.request_ids = itertools.count()
-        self.thread = threading.Thread(
-            target=self._run, name="simplellm-text", daemon=True
-        )
+        self.thread = threading.Thread(None, self._run, "simplellm-text", daemon=True)
 
     def start(self) -> None:
         """Let the engine and the thread for its events begin."""

@@ -92,10 +92,8 @@ class Parts:
 
     ends = False  # whether END comes too, behind the last part of each reply
 
-    def __init__(
-        self, owner: Any, processor: OutputProcessor, samples: Samples
-    ) -> None:
-        self.owner, self.processor = owner, processor  # the owner stays open meanwhile
+    def __init__(self, llm: Any, processor: OutputProcessor, samples: Samples) -> None:
+        self.llm, self.processor = llm, processor  # which stays open meanwhile
         self.inbox = Inbox()
         self.samples = readers_of(samples, self.inbox.put)
         self.readers = list(itertools.chain.from_iterable(self.samples))
@@ -144,10 +142,8 @@ class Parts:
 class Stream(Parts, Iterator[Part]):
     """The parts of one reply, for a thread."""
 
-    def __init__(
-        self, owner: Any, processor: OutputProcessor, samples: Samples
-    ) -> None:
-        super().__init__(owner, processor, samples)
+    def __init__(self, llm: Any, processor: OutputProcessor, samples: Samples) -> None:
+        super().__init__(llm, processor, samples)
         self.arrived = threading.Event()
         self.inbox.wake = self.arrived.set
         processor.submit(self.samples)
@@ -175,10 +171,8 @@ class AsyncParts(Parts):
     all.
     """
 
-    def __init__(
-        self, owner: Any, processor: OutputProcessor, samples: Samples
-    ) -> None:
-        super().__init__(owner, processor, samples)
+    def __init__(self, llm: Any, processor: OutputProcessor, samples: Samples) -> None:
+        super().__init__(llm, processor, samples)
         self.arrived = asyncio.Event()
 
     def submit(self) -> None:
