@@ -161,8 +161,8 @@ class InputProcessor:
             made = StructuredOutputs.of(outputs)  # the same for all
             overrides = {**overrides, "structured_outputs": made}
         constrain, specs = memoized(constrain), []
+        several = len(every) > 1
         for index, prompt in enumerate(every):
-            several = len(every) > 1
             with annotate_errors("prompts", index, each) if several else nullcontext():
                 params = sampling_params[index]
                 specs.append(self.process(prompt, params, overrides, constrain))

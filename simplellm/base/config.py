@@ -101,11 +101,10 @@ def one_of(
 
 def check_names(what: str, names: Iterable[str], allowed: Sequence[str]) -> None:
     """Raise TypeError for the first of ``names`` that is not a ``what`` we know."""
-    if (
-        name := next((name for name in names if name not in allowed), None)
-    ) is not None:
-        wrong = f"there is no {what} {name!r}; expected one of {', '.join(allowed)}"
-        raise ParameterTypeError(wrong, name)
+    odd = next((name for name in names if name not in allowed), None)
+    if odd is not None:
+        wrong = f"there is no {what} {odd!r}; expected one of {', '.join(allowed)}"
+        raise ParameterTypeError(wrong, odd)
 
 
 def expect_type(

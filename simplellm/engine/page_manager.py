@@ -66,9 +66,8 @@ class PageManager(PagePool):
             part = tokens[index * size : (index + 1) * size]
             if part[-1] < 0:  # not known yet: the page gets its name the next time
                 return
-            digest = hash_page(
-                table.page_hashes[-1] if table.page_hashes else b"", part
-            )
+            parent = table.page_hashes[-1] if table.page_hashes else b""
+            digest = hash_page(parent, part)
             table.page_hashes.append(digest)
             for group, pages in enumerate(table.groups):
                 name = (group, digest)

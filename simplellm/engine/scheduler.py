@@ -77,9 +77,8 @@ class Scheduler(RequestQueues):
 
     def _make_room(self, request: Request, length: int, busy: set[int]) -> bool:
         """Room for ``length`` more tokens, at the cost of who comes last if need be."""
-        while not self.manager.allocate(
-            request.request_id, request.num_computed_tokens + length
-        ):
+        end = request.num_computed_tokens + length
+        while not self.manager.allocate(request.request_id, end):
             behind = reversed(self.running)
             victim = next(other for other in behind if other.request_id not in busy)
             if victim is request:
@@ -104,16 +103,13 @@ class Scheduler(RequestQueues):
             length = self._num_new_tokens(request, budget)
             fits = promised + request.missing <= self.manager.free_tokens
             fits = fits or not self.running  # alone, it may use all there is
-            end = request.num_computed_tokens + length
-            if (
-                length == 0
-                or not fits
-                or not self.manager.allocate(request.request_id, end)
-            ):
-                self.manager.remove(request.request_id)
+            number, end = request.request_id, request.num_computed_tokens + length
+            fits = length > 0 and fits and self.manager.allocate(number, end)
+            if not fits:
+                self.manager.remove(number)
                 request.num_computed_tokens = 0
                 if length > 0:  # it was not the budget
-                    self._refused = (request.request_id, spare)
+                    self._refused = (number, spare)
                 return
             del self.waiting[0]
             self.start_running(request)
@@ -158,9 +154,7 @@ class Scheduler(RequestQueues):
             if request.finish_reason is not None:  # it was aborted meanwhile
                 continue
             request.num_computed_tokens = start + length
-            self.manager.commit(
-                request.request_id, request.tokens, request.num_computed_tokens
-            )
+            self.manager.commit(request.request_id, request.tokens, start + length)
             if start < request.num_prompt <= start + length:
                 # A prompt is done, and whoever shares it needs fewer pages.
                 self._refused = (-1, 0)

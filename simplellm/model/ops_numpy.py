@@ -59,11 +59,8 @@ def by_column(weight: Weight) -> Any:
 def prepare(layer: Layer) -> Layer:
     """The layer with unpacked weights that are stored by column."""
     attn = replace(layer.attn, qkv=by_column(layer.attn.qkv), o=by_column(layer.attn.o))
-    mlp = replace(
-        layer.mlp,
-        gate_up=by_column(layer.mlp.gate_up),
-        down=by_column(layer.mlp.down),
-    )
+    mlp = layer.mlp
+    mlp = replace(mlp, gate_up=by_column(mlp.gate_up), down=by_column(mlp.down))
     if isinstance(mlp, Experts):
         mlp = replace(mlp, router=by_column(mlp.router))
     return replace(layer, attn=attn, mlp=mlp)
@@ -143,10 +140,8 @@ def rope_and_cache(
     if indices.min() < 0:  # padding
         real = indices >= 0
         indices, rows = indices[real], x[real]
-    for pages, new in (
-        (keys, rows[:, -2 * kv_heads : -kv_heads]),
-        (values, rows[:, -kv_heads:]),
-    ):
+    k, v = rows[:, -2 * kv_heads : -kv_heads], rows[:, -kv_heads:]
+    for pages, new in ((keys, k), (values, v)):
         pages.numpy().reshape(-1, kv_heads, dim)[indices] = new
     return torch.from_numpy(x)[:, : -2 * kv_heads]
 

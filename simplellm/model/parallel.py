@@ -200,17 +200,13 @@ class SymmetricMemory:
         handle = symmetric.rendezvous(memory, group.name)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        handles = handle, named
-        return cls(
-            memory, handles, addresses, torch.cuda.Stream(device), one, stop_index
-        )
+        handles, stream = (handle, named), torch.cuda.Stream(device)
+        return cls(memory, handles, addresses, stream, one, stop_index)
 
     def stop(self) -> None:
         """Set the number, while kernels run."""
         with torch.cuda.stream(self.stream):
-            number = self.memory.view(torch.int32)[
-                self.stop_index : self.stop_index + 1
-            ]
+            number = self.memory.view(torch.int32).narrow(0, self.stop_index, 1)
             number.copy_(self.one, non_blocking=True)
 
 
@@ -288,9 +284,8 @@ class VocabularyShard:
         values[:, : own.values.shape[1]] = own.values
         ids[:, : own.values.shape[1]] = own.indices + self.tokens.start
         if count > 0:
-            values, ids = (
-                self.group.all_gather(x).movedim(0, 1) for x in (values, ids)
-            )
+            gather = self.group.all_gather
+            values, ids = (gather(x).movedim(0, 1) for x in (values, ids))
         best = values.flatten(1).topk(count, dim=-1)
         return picked[:, 0], ranks, ids.flatten(1).gather(1, best.indices), best.values
 
@@ -307,9 +302,8 @@ class VocabularyShard:
     def _of_tokens(self, values: Tensor, tokens: Tensor) -> Tensor:
         """The number [S, 1] of a token of each row, -inf if another rank has it."""
         local, inside = self._local_ids(tokens)
-        return values.gather(1, local[:, None]).masked_fill(
-            ~inside[:, None], -torch.inf
-        )
+        numbers = values.gather(1, local[:, None])
+        return numbers.masked_fill(~inside[:, None], -torch.inf)
 
     def _largest(self, values: Tensor, local: Tensor) -> Tensor:
         """The token, int32 [S], of the greatest number of all ranks' ``local`` ids."""

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -65,9 +65,10 @@ class Grammars:
 
     def compile(self, text: str) -> "Grammar":
         """The grammar of ``text``, Lark or JSON for llguidance. Raises GrammarError."""
-        library, inputs = llguidance(), (self.vocabulary, text)
+        library, vocabulary = llguidance(), self.vocabulary
         limits, begin = library.LLParserLimits(**LIMITS), time.thread_time()
-        matcher = library.LLMatcher(*inputs, log_level=0, limits=limits)
+        make = partial(library.LLMatcher, vocabulary, text, log_level=0, limits=limits)
+        matcher = make()
         # Some that allow no text at all, or too much at once, show it with a mask only.
         first = matcher.deep_copy()
         first.compute_bitmask()
@@ -75,9 +76,7 @@ class Grammars:
             reason = reason_of(first).splitlines()
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
         more = MOST_LEXERS - 1 if time.thread_time() - begin < QUICK else 0
-        others = [
-            library.LLMatcher(*inputs, log_level=0, limits=limits) for _ in range(more)
-        ]
+        others = [make() for _ in range(more)]
         return Grammar(text, matcher, others, closers=self.closers)
 
 
