@@ -176,8 +176,8 @@ NUMPY_MUTATIONS = {
     ),
     "keys for values": Mutation(
         ops_numpy.rope_and_cache,
-        "(values, rows[:, -kv_heads:])",
-        "(values, rows[:, -2 * kv_heads : -kv_heads])",
+        "(values, v)",
+        "(values, k)",
     ),
     "turned backwards": Mutation(ops_numpy.rotate_few, "* SIGNS", "* -SIGNS"),
     "halves not swapped": Mutation(
