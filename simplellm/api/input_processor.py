@@ -270,7 +270,8 @@ class InputProcessor:
             deadline = time.monotonic() + timeout
         encoding = {key: options.pop(key) for key in ENCODING if key in options}
         params = self._params(params, options)
-        ids = self._prompt_ids(prompt, encoding)
+        text = prompt if isinstance(prompt, str) else None
+        ids = token_ids(prompt if text is None else self.encode(text, **encoding))
         limit = self.max_model_len
         self.check_length(len(ids), int(params.max_tokens != 0))
         check_token_ids(ids, params, self.config.vocab_size)
@@ -286,7 +287,7 @@ class InputProcessor:
         available, most = limit - len(ids), params.max_tokens
         spec = RequestSpec(
             tokens=ids,
-            text=prompt if isinstance(prompt, str) else None,
+            text=text,
             max_tokens=available if most is None else min(most, available),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
@@ -315,11 +316,6 @@ class InputProcessor:
         if params.stop:
             self.need_tokenizer()
         return params
-
-    def _prompt_ids(self, prompt: Any, encoding: Mapping[str, Any]) -> list[int]:
-        if isinstance(prompt, str):
-            prompt = self.encode(prompt, **encoding)
-        return token_ids(prompt)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 from simplellm.base.config import MAX_SIZE, EngineConfig
 from simplellm.engine.build_speculation import build_speculative_schedulers
 from simplellm.engine.data_parallel_ranks import DataLeader
-from simplellm.engine.data_parallel_runner import DataParallelRunner
+from simplellm.engine.data_parallel_runner import DataParallelRunner, RemoteRunner
 from simplellm.engine.data_parallel_scheduler import DataParallelScheduler
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import Ranks
@@ -29,12 +29,17 @@ def build_runner(
     a `Scheduler`. A ``draft`` model drafts; ``make_manager`` makes a manager for the
     pages of each other rank.
     """
-    _, _, manager, config, _ = parts
+    _, _, manager, config, longest = parts
     runner: Runner
-    managers: Sequence[PageManager] = [manager]
+    managers = [manager]
     if isinstance(ranks, DataLeader):
-        runner = every = DataParallelRunner(*parts, ranks, make_manager)
-        managers, rules = every.managers, {**rules, "max_waiting": MAX_SIZE}
+        runner = leading = DataParallelRunner(*parts, ranks)
+        leading.others = [
+            RemoteRunner(leading, make_manager(), config, longest, rank)
+            for rank in ranks.others
+        ]
+        managers += [other.manager for other in leading.others]
+        rules = {**rules, "max_waiting": MAX_SIZE}
     else:
         runner = Runner(*parts, ranks)
     if config.speculative is None:

@@ -1,6 +1,6 @@
 """Steps of several ranks at once, each with requests of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,7 +16,6 @@ from simplellm.engine.sampler import SamplerOutput
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.step_output import StepOutput, step_output
 from simplellm.engine.verify_chunks import has_drafts, step_positions
-from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
 from simplellm.sampling.logprobs import PromptScores
@@ -92,30 +91,11 @@ class RemoteRunner(Runner):
 class DataParallelRunner(Runner):
     """Rank 0's runner, which has the other ranks compute steps of their own, too.
 
-    ``managers`` have the pages of all ranks, this one's first.
+    Who makes it gives it ``others``, a `RemoteRunner` for each of these.
     """
 
     ranks: DataLeader
-
-    def __init__(
-        self,
-        model: Model,
-        pool: KVPool,
-        manager: PageManager,
-        config: EngineConfig,
-        max_model_len: int,
-        ranks: DataLeader,
-        make_manager: Callable[[], PageManager],
-    ) -> None:
-        super().__init__(model, pool, manager, config, max_model_len, ranks)
-        self.others = [
-            RemoteRunner(self, make_manager(), config, max_model_len, rank)
-            for rank in ranks.others
-        ]
-
-    @property
-    def managers(self) -> list[PageManager]:
-        return [runner.manager for runner in (self, *self.others)]
+    others: Sequence[RemoteRunner] = ()
 
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
         """Start to compute ``scheduled``, each rank its requests, in their order."""

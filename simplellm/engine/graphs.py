@@ -134,12 +134,9 @@ def capture_graphs(
         try:
             step()  # what it needs once, it takes now
             graph = capture_graph(step, pool)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, CaptureError) as error:
             cause = str(error).partition("\n")[0]  # itself, it holds memory
-            status = NO_ROOM
-        except CaptureError as error:
-            cause = str(error).partition("\n")[0]
-            status = REFUSED
+            status = REFUSED if isinstance(error, CaptureError) else NO_ROOM
         worst = least(status)
         if graph is not None and worst == READY:
             pool = graph.pool()

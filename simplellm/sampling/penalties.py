@@ -35,11 +35,7 @@ class TokenCounts:
         A request that was not in the step before is counted anew; all of its tokens are
         known.
         """
-        penalized = {
-            row: request
-            for row, request in enumerate(requests)
-            if request.params.penalizes
-        }
+        penalized = {row: r for row, r in enumerate(requests) if r.params.penalizes}
         row_of = {request.request_id: row for row, request in penalized.items()}
         # What a step adds to these depends on how many drafts are right.
         drafting = {
