@@ -18,7 +18,7 @@ from simplellm import LLM, EngineConfig, SamplingParams, load_model
 from simplellm.base.request import Event, Request, TokenLogprobs
 from simplellm.engine.engine import Engine
 from simplellm.model.model import Model
-from simplellm.sampling.logprobs import ROWS, score_rows
+from simplellm.sampling.logprobs import ROWS, PromptTargets, score_prompts
 
 TOLERANCE = 1e-4
 VOCAB = TINY.vocab_size
@@ -214,7 +214,9 @@ def test_at_most_so_many_rows_at_once(model: Model) -> None:
         return model.head(rows, logits)
 
     buffer = torch.zeros(ROWS, VOCAB)
-    chosen, ranks, ids, values = score_rows(hidden, tokens, 4, head, buffer)
+    targets = [PromptTargets(None, 0, 0, tokens, 4)]
+    (found,) = score_prompts(targets, hidden, head, buffer)
+    chosen, ranks, ids, values = found.scores
     assert seen == {ROWS: 2, 300 - 2 * ROWS: 1} and not buffer.any()
     logits = torch.empty(300, VOCAB)
     # A rank is exact, and among other rows a processor may round a row otherwise.

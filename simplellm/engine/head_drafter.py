@@ -329,7 +329,7 @@ class HeadProposer:
         """
         if not self.linked:
             return steps
-        batch = runner.view(runner.inputs, *runner.step[1])
+        batch = runner.view(runner.inputs, runner.step[1])
         ends = batch.logits_indices[: len(steps)].long()
         prompts = [request.num_prompt for request in requests]
         return batch.positions[ends] + 1 - upload(prompts, torch.int64, steps.device)
@@ -347,7 +347,7 @@ class HeadProposer:
             self.row_of = {}
             return None
         scheduled, sizes, shape = runner.step
-        batch, sampled = runner.view(runner.inputs, *sizes), runner.sampled_tokens
+        batch, sampled = runner.view(runner.inputs, sizes), runner.sampled_tokens
         self.index ^= 1
         self.width = batch.groups[0].tables.shape[1]
         manager = runner.manager

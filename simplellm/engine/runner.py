@@ -100,16 +100,12 @@ class Runner:
         # Of a step: its requests, parameters, and if none is masked or penalized.
         self._cached_sampling: tuple[list[int], SamplingTensors, bool] | None = None
 
-    def view(
-        self,
-        flat: Any,
-        tokens: int,
-        sequences: int,
-        pages: int,
-        decodes: int,
-        queries: int = 1,
-    ) -> Batch:
-        """A step of this shape at the beginning of ``flat``."""
+    def view(self, flat: Any, shape: Sequence[int]) -> Batch:
+        """A step of this shape at the beginning of ``flat``.
+
+        So many tokens, sequences, pages of each, decodes, and tokens of a decode.
+        """
+        tokens, sequences, pages, decodes, queries = shape
         rows, sizes = (tokens, sequences, pages, decodes), self.pool
         return Batch.of(flat, *rows, sizes.windows, sizes.page_size, queries)
 
@@ -117,7 +113,7 @@ class Runner:
         """A step of this shape: the captured one, or one in ``flat``."""
         tokens, decodes, chunks, queries = shape
         sizes = tokens, decodes + chunks, self.table_width, decodes, queries
-        return self.view(self.inputs if flat is None else flat, *sizes)
+        return self.view(self.inputs if flat is None else flat, sizes)
 
     # Graphs
 
@@ -224,7 +220,7 @@ class Runner:
         shape = tokens, decodes + chunks, self._pages(scheduled), decodes, queries
         self.buffer_index ^= 1
         staging = self.staging[self.buffer_index]
-        batch = self.view(staging.numpy(), *shape)
+        batch = self.view(staging.numpy(), shape)
         held = self.manager.tables
         fill_batch(batch, scheduled, real.decodes, self.sampling, held, self.tables)
         if drafting:
@@ -246,7 +242,7 @@ class Runner:
         flat, shape, count, copies, targets, _ = forward
         self.pool.copy(copies)
         self.inputs[: len(flat)].copy_(flat, non_blocking=True)
-        batch, hidden = self.view(self.inputs, *shape), self.hidden
+        batch, hidden = self.view(self.inputs, shape), self.hidden
         if self.proposer is not None:
             self.proposer.resolve_placeholders(batch, forward.graph)
         if graph is not None:

@@ -62,7 +62,7 @@ def dummy_step(runner: Runner, size: int) -> Callable[[], object]:
         numbers = Batch.size(size, size, pages, len(runner.pool.windows))
         flat = torch.zeros(numbers, dtype=torch.int32, device=device)
     rows = shape.tokens
-    batch = runner.view(flat, rows, rows, pages, rows, shape.queries)
+    batch = runner.view(flat, (rows, rows, pages, rows, shape.queries))
     batch.pad()
     # Different tokens, as in a real step: equal ones would share their experts.
     batch.tokens[:] = torch.arange(rows) * STRIDE % runner.model.config.vocab_size

@@ -80,35 +80,19 @@ def score_prompts(
 ) -> list[PromptScores]:
     """Score the ``targets`` of a step's ``hidden`` [T, hidden].
 
-    ``head`` never computes a whole prompt: at most ROWS rows, and no more than
-    ``logits`` has.
+    ``head`` never computes a whole prompt at once: at most ROWS rows, and no more than
+    ``logits`` has, which stay as they are.
     """
-    parts, logits = [], logits[:ROWS]
+    found, size = [], min(ROWS, len(logits))
     for request, first, row, tokens, most in targets:
+        scratch, parts = torch.empty_like(logits[:size]), []
         rows = hidden[row : row + len(tokens)]
-        scores = score_rows(rows, tokens, most, head, logits, score)
-        parts.append(PromptScores(request, first, scores))
-    return parts
-
-
-def score_rows(
-    hidden: Tensor,
-    tokens: Tensor,
-    count: int,
-    head: Head,
-    logits: Tensor,
-    score: Score = score,
-) -> list[Tensor]:
-    """`score` of ``tokens`` [N] after ``hidden`` [N, hidden].
-
-    The head computes as many rows at once as ``logits`` has.
-    """
-    scratch, parts = torch.empty_like(logits), []
-    pieces = (x.split(len(logits)) for x in (hidden, tokens))
-    for rows, chosen in zip(*pieces, strict=True):
-        head(rows, scratch[: len(rows)])
-        parts.append(score(scratch[: len(rows)], chosen, count))
-    return [*map(torch.cat, zip(*parts, strict=True))]
+        for some, chosen in zip(rows.split(size), tokens.split(size), strict=True):
+            head(some, scratch[: len(some)])
+            parts.append(score(scratch[: len(some)], chosen, most))
+        scores = [*map(torch.cat, zip(*parts, strict=True))]
+        found.append(PromptScores(request, first, scores))
+    return found
 
 
 def token_logprobs(
