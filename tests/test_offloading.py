@@ -12,10 +12,9 @@ from heads import write_head
 from test_page_manager import compute
 
 from simplellm import LLM, EngineConfig
+from simplellm.base import host_memory
 from simplellm.engine.offloading import OffloadingPageManager
-from simplellm.model import host_pages as host_module
 from simplellm.model import memory
-from simplellm.model.host_pages import host_pages
 
 # The books
 
@@ -135,15 +134,15 @@ def test_a_page_that_is_written_to_is_found_on_the_host() -> None:
 
 def test_pages_lie_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     page = torch.zeros(9, 3, 4).transpose(0, 1)[:, 2]  # as a pool gives them: strided
-    monkeypatch.setattr(host_module, "PIECE", 5 * page.nbytes)
-    found = host_pages(page, 12)
+    monkeypatch.setattr(host_memory, "PIECE", 5 * page.nbytes)
+    found = host_memory.host_pages(page, 12)
     assert len({one.untyped_storage().data_ptr() for one in found}) == 3
     assert len({one.data_ptr() for one in found}) == 12
     for number, one in enumerate(found):
         assert one.shape == page.shape and one.is_contiguous()
         one.fill_(number)
     assert [one.mean().item() for one in found] == [*range(12)]
-    assert host_pages(page, 0) == []
+    assert host_memory.host_pages(page, 0) == []
 
 
 # The engine

@@ -23,6 +23,7 @@ from simplellm.api.choose_operations import (
 )
 from simplellm.api.input_processor import InputProcessor, LoadedModel
 from simplellm.base.config import MAX_SIZE, EngineConfig, expect
+from simplellm.base.host_memory import host_pages
 from simplellm.checkpoint.checkpoint import Upload, open_weights
 from simplellm.checkpoint.families import title
 from simplellm.checkpoint.folder import path_of
@@ -46,7 +47,6 @@ from simplellm.engine.start_ranks import start_ranks
 from simplellm.engine.warmup import DRAWS, dummy_sampler_run
 from simplellm.model.build import build, plain_norm
 from simplellm.model.fp8_cache import kv_scales, make_pool
-from simplellm.model.host_pages import host_pages
 from simplellm.model.machine import find_device, find_dtype, name_of, on
 from simplellm.model.memory import (
     Need,

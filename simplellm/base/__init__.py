@@ -7,5 +7,6 @@ tell of it, `event_queue.py` what these leave through, `sample_position.py` wher
 step samples for it, `grammar.py` what its text must follow. `files.py` is how all read
 a checkpoint's small files and map its large ones. `noise.py` has random numbers as a
 function, `replica_choice.py` says which of several engines or ranks gets a prompt,
-`host_memory.py` has the host's memory and brings numbers to the device and back.
+`host_memory.py` has the host's memory, evicted pages among it, and brings numbers to
+the device and back.
 """

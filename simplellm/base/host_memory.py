@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes, as PyTorch's own memory has
+PIECE = 2**30  # bytes of `host_pages` that are had at once
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -41,3 +42,12 @@ def upload(
 def fetch(x: Tensor) -> Tensor:
     """``x`` on the host, where it is once the device has come to this copy."""
     return pinned(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
+
+
+def host_pages(page: Tensor, count: int) -> list[Tensor]:
+    """So many like ``page`` of a device, which copies from and to them by itself."""
+    # Pinned memory is rounded up to a power of two: large pieces leave little unused.
+    each = max(1, PIECE // page.nbytes)
+    sizes = [min(each, count - begin) for begin in range(0, count, each)]
+    pieces = [pinned([n, *page.shape], page.dtype, page.device) for n in sizes]
+    return [one for piece in pieces for one in piece]

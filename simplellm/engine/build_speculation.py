@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect, read_json
+from simplellm.base.host_memory import host_pages
 from simplellm.checkpoint.eagle import (
     ARCHITECTURES,
     HeadConfig,
@@ -25,7 +26,6 @@ from simplellm.engine.speculator import DRAFTERS, LONGEST_DRAFT, Speculator
 from simplellm.engine.step_times import time_steps
 from simplellm.engine.suffix_drafter import SuffixDrafter
 from simplellm.model.eagle import as_model, build_head
-from simplellm.model.host_pages import host_pages
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.memory import page_bytes
 from simplellm.model.model import Model
