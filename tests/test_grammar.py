@@ -142,6 +142,26 @@ def test_what_is_not_begun_is_not_closed(llm: LLM) -> None:
     assert json.loads(turn.tool_calls[0].arguments)["a"].startswith("So. So.")
 
 
+def test_a_call_is_closed_though_its_end_token_finds_no_room(llm: LLM) -> None:
+    form: Any = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    form |= {"required": ["x"], "additionalProperties": False}
+    tool = {"name": "f", "parameters": form, "strict": True}
+    begun = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    parts = llm.tokenizer.encode(begun, special=True), llm.tokenizer.encode('{"x":0}')
+    least = sum(map(len, parts))
+    options = {"tools": [{"type": "function", "function": tool}]}
+    for most in range(least, least + 8):
+        with saying(llm, begun + '{"x": -' + "1" * 50):
+            (turn,) = llm.chat(
+                [[{"role": "user", "content": "Hi"}]],
+                tool_choice="required",
+                max_tokens=most,
+                **options,
+            )
+        assert turn.finish_reason == "length"
+        assert isinstance(json.loads(turn.tool_calls[0].arguments)["x"], int), most
+
+
 def test_forced_tokens_take_no_step_of_their_own(
     llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,10 +137,10 @@ class AllowedTokens:
             return
         gaps = map(sub, CLOSE_AT[self.asked : passed], [*CLOSE_AT, 0][self.asked + 1 :])
         self.asked = passed
-        tokens = self.grammar_state.closing(left)
+        tokens = self.grammar_state.closing(left + 1)  # no end token has to follow
         while tokens and tokens[-1] in request.stop_ids:
             tokens.pop()
-        if tokens and left - len(tokens) <= max(gaps) + 1:
+        if tokens and 0 <= left - len(tokens) <= max(gaps) + 1:
             self.closing = tokens
             self.pending_forced = tokens if self.forces else []
             request.max_tokens = request.num_output + len(tokens)
