@@ -94,13 +94,9 @@ def capture_drafts(scheduler: object, runner: Runner) -> None:
     if not speculators:
         return
     if runner.proposer is not None:
-        views = {
-            graph.shape: runner.batch_of(graph.shape)
-            for graph in (
-                *(runner.drafting_graphs or runner.decode_graphs),
-                *runner.verify_graphs,
-            )
-        }
+        graphs = [*(runner.drafting_graphs or runner.decode_graphs)]
+        graphs += runner.verify_graphs
+        views = {graph.shape: runner.batch_of(graph.shape) for graph in graphs}
         sizes, most = bucket_sizes(runner.max_num_seqs), speculators[0].most
         numbers = [most] if speculators[0].costs is None else range(1, most + 1)
         runner.proposer.capture(views, runner.sampled_tokens, sizes, numbers)

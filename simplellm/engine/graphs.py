@@ -51,9 +51,8 @@ class CaptureShape(NamedTuple):
     @classmethod
     def mixed(cls, tokens: int, max_num_seqs: int) -> "CaptureShape":
         """A step with prompts. Room for more rows costs time in attention."""
-        return cls(
-            tokens, min(tokens // 2, max_num_seqs), min(tokens // 4, MOST_CHUNKS)
-        )
+        decodes = min(tokens // 2, max_num_seqs)
+        return cls(tokens, decodes, min(tokens // 4, MOST_CHUNKS))
 
 
 def verify_shapes(max_num_seqs: int, max_drafts: int) -> list[CaptureShape]:

@@ -276,12 +276,8 @@ class HeadProposer:
         """Whether the coming step will be read: drafts follow, or it has prompts."""
         _, _, lengths, samples = zip(*scheduled, strict=True)
         self.linked, read_before = False, self.aux.wanted
-        self.aux.wanted = (
-            self.count > 0
-            or max(lengths) > 1
-            or not all(samples)
-            or has_drafts(scheduled)
-        )
+        prompts = max(lengths) > 1 or not all(samples)
+        self.aux.wanted = prompts or self.count > 0 or has_drafts(scheduled)
         if read_before and not self.aux.wanted and self.states.is_cuda:
             # After `_read`, all replays of a step's graph take 2 % longer on an H200,
             # until a product of one row runs outside a graph. Why isn't known.

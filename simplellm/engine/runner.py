@@ -134,11 +134,9 @@ class Runner:
             batch.pad()
             return partial(self.captured_step, batch, shape)
 
-        seqs = self.max_num_seqs
+        seqs, room = self.max_num_seqs, len(self.hidden)
         shapes = [*(CaptureShape(size, size) for size in decodes), *verifying]
-        shapes += [
-            CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
-        ]
+        shapes += [CaptureShape.mixed(size, seqs) for size in mixed if size <= room]
         graphs = capture_graphs(padding, shapes, self.ranks.min_of_all)
         self.mixed_graphs = [graph for graph in graphs if graph.shape.chunks]
         plain = [graph for graph in graphs if not graph.shape.chunks]

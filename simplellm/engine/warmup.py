@@ -118,10 +118,7 @@ def warm_up(
     groups = sliding_groups(small, dtype.itemsize, config.kv_cache_dtype)
     pool = make_pool(small, config, 1 + groups, dtype, device)
     manager = PageManager(
-        1 + groups,
-        config.page_size,
-        window=small.windows[-1],
-        sliding_groups=groups,
+        1 + groups, config.page_size, window=small.windows[-1], sliding_groups=groups
     )
     longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
     runner = Runner(stand_in, pool, manager, config, longest)

@@ -38,15 +38,14 @@ class TokenCounts:
         penalized = {row: r for row, r in enumerate(requests) if r.params.penalizes}
         row_of = {request.request_id: row for row, request in penalized.items()}
         # What a step adds to these depends on how many drafts are right.
-        drafting = {
-            r.request_id for r in penalized.values() if isinstance(r, DraftPosition)
-        }
+        some = penalized.values()
+        drafting = {r.request_id for r in some if isinstance(r, DraftPosition)}
         if not drafting and [*row_of.items()] == [*self.row_of.items()]:
             return bool(row_of)
         counts = [
             (not isinstance(r, DraftPosition) and self.counts.get(r.request_id))
             or self.count(r)
-            for r in penalized.values()
+            for r in some
         ]
         self.invalidate()
         if not counts:
@@ -56,11 +55,11 @@ class TokenCounts:
         rows = zip(self.in_prompt, self.in_output, strict=True)
         self.counts = {
             request.request_id: row
-            for request, row in zip(penalized.values(), rows, strict=True)
+            for request, row in zip(some, rows, strict=True)
             if request.request_id not in drafting
         }
         self.rows = upload([*penalized], torch.int64, self.device)  # [P] of B
-        params = [request.params for request in penalized.values()]
+        params = [request.params for request in some]
         self.repetition, self.presence, self.frequency = (
             upload(column, torch.float32, self.device)[:, None]
             for column in (

@@ -18,10 +18,9 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
         self.tokenizer, self.eos_token_id = tokenizer, eos_token_id
-        self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
-        self.special_token_ids = [
-            id for id in range(vocab_size) if tokenizer.is_special(id)
-        ]
+        ids = range(vocab_size)
+        self.tokens = [tokenizer.token_bytes(id) for id in ids]
+        self.special_token_ids = [id for id in ids if tokenizer.is_special(id)]
         ordinary = tokenizer.tokens.items()
         self.bytes = {token[0]: id for id, token in ordinary if len(token) == 1}
 
