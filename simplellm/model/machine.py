@@ -24,14 +24,14 @@ def find_device(device: str | torch.device | None) -> torch.device:
             f"device is {device!r}; expected a device's name, such as cpu or cuda"
         ) from None
     one_of("the kind of device", chosen.type, ("cpu", "cuda"))
-    ok = gpu or chosen.type != "cuda"
-    expect(ok, "device", str(chosen), "cpu: PyTorch finds no GPU")
-    if chosen.type == "cuda" and chosen.index is not None:
-        count = torch.cuda.device_count()
-        expected = f"one of the {count} GPUs: up to cuda:{count - 1}"
-        expect(chosen.index < count, "device", str(chosen), expected)
-    if chosen.type == "cuda" and chosen.index is None:
+    if chosen.type == "cpu":
+        return chosen
+    expect(gpu, "device", str(chosen), "cpu: PyTorch finds no GPU")
+    if chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.device_count()
+    expected = f"one of the {count} GPUs: up to cuda:{count - 1}"
+    expect(chosen.index < count, "device", str(chosen), expected)
     return chosen
 
 
