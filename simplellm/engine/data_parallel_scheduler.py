@@ -14,23 +14,20 @@ from simplellm.engine.snapshot import PagesSnapshot, join_pages
 
 
 class PageManagers:
-    """What is asked of the page managers of all ranks."""
+    """What is asked of the page managers of all ranks, as of one `PageManager`."""
 
     def __init__(self, managers: Sequence[PageManager]) -> None:
         self.managers = managers
 
     @property
     def usage(self) -> float:
-        """The share of all pages that sequences hold."""
         return sum(one.usage for one in self.managers) / len(self.managers)
 
     @property
     def loaded_tokens(self) -> int:
-        """Those of prefixes whose pages came back from the host."""
         return sum(one.loaded_tokens for one in self.managers)
 
     def snapshot(self) -> PagesSnapshot:
-        """Who holds which pages, numbered one rank after the other."""
         return join_pages([one.snapshot() for one in self.managers])
 
 
@@ -41,7 +38,7 @@ def num_cached(manager: PageManager, tokens: Sequence[int]) -> int:
 
 
 class DataParallelScheduler:
-    """The `Scheduler` of each of several ``ranks``.
+    """The `Scheduler` of each of several ``ranks``, asked as one, rank by rank.
 
     A request stays with its rank: where most of its prompt is cached, unless that one
     has much more to do than another, or else where the fewest requests are. If drafts
@@ -60,22 +57,18 @@ class DataParallelScheduler:
 
     @property
     def requests(self) -> Mapping[int, Request]:
-        """All that have not ended, by id."""
         return ChainMap(*(one.requests for one in self.ranks))
 
     @property
     def waiting(self) -> list[Request]:
-        """Those that wait, rank by rank."""
         return [*chain(*(one.waiting for one in self.ranks))]
 
     @property
     def running(self) -> list[Request]:
-        """Those that hold pages of a cache, rank by rank."""
         return [*chain(*(one.running for one in self.ranks))]
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, samples that wait for their prompt included."""
         return sum(one.num_waiting for one in self.ranks)
 
     @property
@@ -85,7 +78,6 @@ class DataParallelScheduler:
 
     @property
     def preemptions(self) -> int:
-        """How often a request gave up its pages."""
         return sum(one.preemptions for one in self.ranks)
 
     def _of(self, request_id: int) -> Scheduler | None:
@@ -110,30 +102,24 @@ class DataParallelScheduler:
             self.ranks[self._choose(first)].add([first])
 
     def withdraw(self, requests: Sequence[Request]) -> None:
-        """Undo an `add` that was interrupted, wherever that was."""
         for first in requests:
             (self._of(first.request_id) or self.ranks[0]).withdraw([first])
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request, wherever it is, and give back its pages; once only."""
         if (one := self._of(request.request_id)) is not None:
             one.finish(request, reason)
 
     def expire(self, now: float) -> list[Request]:
-        """End the requests whose deadline is over."""
         return [*chain(*(one.expire(now) for one in self.ranks))]
 
     def close(self) -> None:
-        """`Scheduler.close` of each rank's."""
         for one in self.ranks:
             one.close()
 
     def schedule(self) -> list[ScheduledChunk]:
-        """What to compute now, the first rank's first."""
         return [*chain(*(one.schedule() for one in self.ranks))]
 
     def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
-        """`Scheduler.update_after_launch` of each rank's."""
         for one in self.ranks:
             part = [c for c in scheduled if c.request.request_id in one.requests]
             one.update_after_launch(part)
@@ -141,7 +127,6 @@ class DataParallelScheduler:
     def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
-        """`Scheduler.update_from_output` of each rank's."""
         new = []
         sampling = [c.request.request_id for c in scheduled if c.samples]
         sampled = dict(zip(sampling, tokens, strict=True))

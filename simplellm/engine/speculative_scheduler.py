@@ -56,7 +56,6 @@ class SpeculativeScheduler(Scheduler):
         super().add(requests)
 
     def _ready(self, request: Request, busy: set[int]) -> bool:
-        """Whether a running request can have a part in the step."""
         if not super()._ready(request, busy):
             return False
         if request.tokens[-1] != UNKNOWN:
