@@ -252,7 +252,7 @@ def decode_kernel(
 ):
     """For the G query heads of a kv head, and one of the splits of their keys:
 
-    weights = exp2(q @ k.T * scale), and one more, exp2(sink), in the first split
+    weights = exp2(q @ k.T * scale), and one more, exp(sink), in the first split
     part, sum = weights @ v / sum(weights), log2(sum(weights))
     """
     if PDL:

@@ -205,7 +205,7 @@ def prefill_kernel(
 ):
     """For TOKENS queries in a row of a sequence, and the G query heads of a kv head:
 
-    weights = exp2(q @ k.T * scale) of the keys that each query sees, and exp2(sink)
+    weights = exp2(q @ k.T * scale) of the keys that each query sees, and exp(sink)
     out = weights @ v / sum(weights)
 
     The rows of all matrices are (query, head) pairs, the heads of a query together.
