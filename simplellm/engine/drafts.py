@@ -41,7 +41,7 @@ def choose_counts(
 
     ``chances`` are, of each request, that a draft is right if those before it are;
     ``offered`` is how many drafts it has. The step computes ``computed`` tokens without
-    drafts, and ``max_drafts`` with them; ``cost`` are the seconds of so many tokens.
+    drafts, and at most ``max_drafts`` more; ``cost``: the seconds of so many tokens.
     """
     survival = sorted(
         (
