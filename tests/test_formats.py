@@ -182,6 +182,23 @@ def test_targets_and_ignored_modules():
         assert found(reads(targets, ignore), names) == [*map(bool, expected)]
 
 
+def test_modules_of_a_model_that_sees_images():
+    """Lists name them with its prefixes, which the text part does not have here."""
+    for ignored in ("language_model.lm_head", "re:language_model.lm_head", "lm_head"):
+        quantization = read_quantization(compressed(ignore=[ignored, "re:vision.*"]))
+        assert found(quantization, (HEAD, Q)) == [False, True]
+    modules = "model.language_model.layers.0.self_attn", "language_model.lm_head"
+    for field in ("modules_to_not_convert", "ignored_layers"):
+        quantization = read_quantization(FP8 | {field: [*modules]})
+        assert found(quantization, (HEAD, Q, GATE)) == [False, False, True]
+
+
+def test_a_sparsity_of_none_may_say_more():
+    """As files of 2024 do, which were written before it could be left out."""
+    dense = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "0:0"}
+    assert read_quantization(compressed(sparsity_config=dense)).format_of(Q)
+
+
 def test_groups_have_formats_of_their_own():
     groups = {
         "group_0": scheme(INT, INT, targets=["re:.*mlp.*"], format="int-quantized"),
@@ -224,7 +241,10 @@ REFUSED = [
     ({**FP8, "modules_to_convert": ["x"]}, "modules_to_convert is"),
     ({**FP8, "modules_to_not_convert": ["("]}, "regular expressions"),
     ({**FP8, "modules_to_not_convert": 7}, "modules_to_not_convert is 7"),
-    (compressed(sparsity_config={"format": "sparse-24"}), "sparsity_config is"),
+    (
+        compressed(sparsity_config={"format": "sparse-24"}),
+        "config.format is 'sparse-24'",
+    ),
     (compressed(config_groups={}), "config_groups is {}"),
     (compressed(config_groups={"FP8": ["Linear"]}), "config_groups.FP8 is"),
     (compressed(format="marlin-24"), r"group_0.format is 'marlin-24'"),

@@ -1,10 +1,11 @@
-"""AWQ, GPTQ and compressed-tensors in 4 bits, against transformers with the numbers.
+"""AWQ, GPTQ and compressed-tensors in words, against transformers with the numbers.
 
 Words are packed here as the formats define them, once more and number by number.
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +34,34 @@ IN_ORDER = range(8)
 
 
 def words(values: Tensor, order: Any = IN_ORDER) -> Tensor:
-    """int32 [..., N / 8]: of eight values, the one in ``order`` first lowest."""
-    found = torch.zeros(*values.shape[:-1], values.shape[-1] // 8, dtype=torch.int64)
+    """int32 [..., N / 8]: of eight values, the one in ``order`` first lowest.
+
+    Of four values, if that is how many there are in order.
+    """
+    count = len(order)
+    found = torch.zeros(
+        *values.shape[:-1], values.shape[-1] // count, dtype=torch.int64
+    )
     for place, column in enumerate(order):
-        found |= values.long()[..., column::8] << (4 * place)
+        found |= values.long()[..., column::count] << (32 // count * place)
     return found.where(found < 2**31, found - 2**32).int()
 
 
 @dataclass
 class Rounded:
-    """A weight [out, in] rounded to 4 bits in groups of inputs."""
+    """A weight [out, in] rounded to ``bits`` in groups of inputs."""
 
     values: Tensor
     zeros: Tensor  # [out, groups]
     scales: Tensor
     index: Tensor  # the group of each input
+    bits: int = 4
 
     @classmethod
-    def of(cls, weight: Tensor, size: int, symmetric: bool, mixed: bool) -> "Rounded":
-        width = weight.shape[1]
+    def of(
+        cls, weight: Tensor, size: int, symmetric: bool, mixed: bool, bits: int = 4
+    ) -> "Rounded":
+        width, most = weight.shape[1], 2**bits - 1
         index = torch.arange(width) // size
         if mixed:  # as act-order leaves it
             index = index[torch.randperm(width, generator=torch.Generator())]
@@ -59,12 +69,12 @@ class Rounded:
             torch.stack([pick(weight[:, index == g]) for g in index.unique()], 1)
             for pick in (lambda x: x.amin(1), lambda x: x.amax(1))
         )
-        scales = ((high - low) / 15).half()
-        zeros = (-low / scales).round().clamp(1, 15).int()
+        scales = ((high - low) / most).half()
+        zeros = (-low / scales).round().clamp(1, most).int()
         if symmetric:
             zeros = torch.full_like(zeros, 8)
         values = (weight / scales[:, index]).round() + zeros[:, index]
-        return cls(values.clamp(0, 15).int(), zeros, scales, index)
+        return cls(values.clamp(0, most).int(), zeros, scales, index, bits)
 
     def numbers(self) -> Tensor:
         steps = self.values - self.zeros[:, self.index]
@@ -79,10 +89,10 @@ class Rounded:
         }
 
     def gptq(self, name: str, less: int = 1) -> dict[str, Tensor]:
-        stem = name.removesuffix("weight")
+        stem, order = name.removesuffix("weight"), range(32 // self.bits)
         return {
-            stem + "qweight": words(self.values).T.contiguous(),
-            stem + "qzeros": words(self.zeros.T - less),
+            stem + "qweight": words(self.values, order).T.contiguous(),
+            stem + "qzeros": words(self.zeros.T - less, order),
             stem + "scales": self.scales.T.contiguous(),
             stem + "g_idx": self.index.int(),
         }
@@ -97,9 +107,16 @@ class Rounded:
             name + "_shape": torch.tensor(self.values.shape),
         }
 
+    def with_zeros(self, name: str) -> dict[str, Tensor]:
+        zeros = words(self.zeros.T).T.contiguous()
+        return self.compressed(name) | {name + "_zero_point": zeros}
 
-def in_scheme(size: int | None) -> dict[str, Any]:
-    """As RedHatAI's w4a16 says it."""
+    def in_any_order(self, name: str) -> dict[str, Tensor]:
+        return self.compressed(name) | {name + "_g_idx": self.index.int()}
+
+
+def in_scheme(size: int | None, **changes: Any) -> dict[str, Any]:
+    """As RedHatAI's w4a16 says it, but for ``changes`` of how weights are rounded."""
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -108,6 +125,7 @@ def in_scheme(size: int | None) -> dict[str, Any]:
         "strategy": "group" if size else "channel",
         "dynamic": False,
         "actorder": "weight",
+        **changes,
     }
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
@@ -127,6 +145,7 @@ class Way:
     size: int
     symmetric: bool = False
     mixed: bool = False
+    bits: int = 4
 
 
 FOUR: dict[str, Any] = {"bits": 4, "group_size": 32}
@@ -138,8 +157,13 @@ WAYS = {
     "GPTQ": Way(Rounded.gptq, GPTQ, 32),
     "GPTQ act-order": Way(Rounded.gptq, {**GPTQ, "desc_act": True}, 32, mixed=True),
     "GPTQ 2": Way(Rounded.gptq_v2, {**GPTQ, "checkpoint_format": "gptq_v2"}, 32),
+    "GPTQ 8 bits": Way(Rounded.gptq, {**GPTQ, "bits": 8}, 32, bits=8),
     "INT4": Way(Rounded.compressed, in_scheme(32), 32, symmetric=True),
     "INT4 by rows": Way(Rounded.compressed, in_scheme(None), 4096, symmetric=True),
+    "INT4 asymmetric": Way(Rounded.with_zeros, in_scheme(32, symmetric=False), 32),
+    "INT4 act-order": Way(
+        Rounded.in_any_order, in_scheme(32, actorder="group"), 32, True, True
+    ),
 }
 
 
@@ -160,8 +184,8 @@ def written(name: str, way: Way, folder: Path) -> Any:
             if not is_rounded(one, tensor):
                 found[one] = tensor
                 continue
-            made = Rounded.of(tensor, way.size, way.symmetric, way.mixed)
-            if way.symmetric:  # whose scales are bfloat16 in the file
+            made = Rounded.of(tensor, way.size, way.symmetric, way.mixed, way.bits)
+            if "config_groups" in way.config:  # whose scales are bfloat16 in the file
                 made.scales = made.scales.bfloat16()
             put(state, one, made.numbers())
             found |= way.pack(made, one)
@@ -185,11 +209,12 @@ PAIRS = [
 @pytest.mark.parametrize(("way", "name"), PAIRS)
 def test_logits_are_those_of_the_numbers(name: str, way: str, tmp_path: Path) -> None:
     before = CASES[name]().build()
+    coarse = WAYS[way].bits == 4
     reference = written(name, WAYS[way], tmp_path)
     with torch.inference_mode():
         expected = reference(PROMPTS).logits[:, -1]
         other = before(PROMPTS).logits[:, -1]
-    assert errors(other, expected).min() > 1e-2
+    assert errors(other, expected).min() > (1e-2 if coarse else 1e-3)
     assert errors(logits(tmp_path), expected).max() < 1e-4
 
 
@@ -217,6 +242,62 @@ def test_people_are_told_what_becomes_of_it(way: str, tmp_path: Path) -> None:
     assert isinstance(random["layers.0.attn.o.weight"], Tensor)
 
 
+def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
+    """AutoGPTQ writes them for all linear layers, and the index lists them."""
+    written("Qwen2", WAYS["GPTQ"], tmp_path)
+    expected = logits(tmp_path)
+    names = [f"model.layers.0.{n}.bias" for n in ("self_attn.o_proj", "mlp.up_proj")]
+    zeros = {name: torch.zeros(256, dtype=torch.float16) for name in names}
+    rewrite(tmp_path, lambda tensors: tensors | zeros)
+    assert torch.equal(logits(tmp_path), expected)
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(logits(tmp_path), expected)
+    rewrite(tmp_path, lambda tensors: tensors | {names[1]: zeros[names[0]] + 1})
+    with pytest.raises(CheckpointError, match=f"holds '{names[1]}' too"):
+        Checkpoint(tmp_path)
+
+
+def test_modules_that_gptq_leaves_out(tmp_path: Path) -> None:
+    """As GPTQModel names them, in "dynamic"."""
+    dynamic: dict[str, Any] = {r"-:.*layers\.1\.mlp\..*": {}}
+    way = replace(WAYS["GPTQ"], config={**GPTQ, "dynamic": dynamic})
+    reference = written("Llama", way, tmp_path)
+    state = reference.state_dict()
+    part = "model.layers.1.mlp."
+
+    def dense(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = {n: t for n, t in tensors.items() if not n.startswith(part)}
+        return kept | {n: t.clone() for n, t in state.items() if n.startswith(part)}
+
+    rewrite(tmp_path, dense)
+    with torch.inference_mode():
+        expected = reference(PROMPTS).logits[:, -1]
+    assert errors(logits(tmp_path), expected).max() < 1e-4
+
+
+def test_the_library_writes_the_same_words() -> None:
+    """Zero points too, which compressed-tensors packs along the other axis."""
+    library = pytest.importorskip("compressed_tensors")
+    config = in_scheme(32, symmetric=False, actorder=None)
+    scheme = library.quantization.QuantizationConfig.model_validate(config)
+    compressor = library.compressors.BaseCompressor.get_value_from_registry(
+        "pack-quantized"
+    )
+    made = Rounded.of(torch.randn(40, 96), 32, symmetric=False, mixed=False)
+    stored = compressor.compress(
+        {
+            "weight": made.numbers(),
+            "weight_scale": made.scales.float(),
+            "weight_zero_point": (made.zeros - 8).to(torch.int8),
+        },
+        scheme.config_groups["group_0"],
+    )
+    ours = made.with_zeros("weight")
+    assert torch.equal(stored["weight_packed"], ours["weight_packed"])
+    assert torch.equal(stored["weight_zero_point"], ours["weight_zero_point"])
+
+
 def test_the_engine_continues(tmp_path: Path) -> None:
     reference = written("Llama", WAYS["AWQ"], tmp_path)
     ids = [5, 17, 33]
@@ -236,7 +317,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**GPTQ, "checkpoint_format": "marlin"},
         "checkpoint_format is 'marlin'",
     ),
-    "layers of their own": ({**GPTQ, "dynamic": {"-:x": {}}}, "dynamic is"),
+    "layers of their own": ({**GPTQ, "dynamic": {"+:x": {"bits": 8}}}, "dynamic is"),
     "a head": ({**GPTQ, "lm_head": True}, "lm_head is True"),
 }
 

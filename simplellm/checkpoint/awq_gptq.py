@@ -1,4 +1,4 @@
-"""Weights of 4 bits in groups, as AWQ, GPTQ and compressed-tensors store them.
+"""Weights of 4 and 8 bits in groups, as AWQ, GPTQ and compressed-tensors store them.
 
 AWQ: Lin et al. 2023, arXiv:2306.00978; GPTQ: Frantar et al. 2022, arXiv:2210.17323. Of
 both only how the numbers lie in files is here: a number is (value - zero) * scale.
@@ -10,49 +10,55 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import expect
-from simplellm.checkpoint.formats import AWQ, GPTQ, WORD, GroupedInt4
+from simplellm.checkpoint.formats import AWQ, GPTQ, GroupedInt
 
 # In which of a word's eight values AWQ has the first to the last of eight columns.
 AWQ_REVERSE_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def unpack(words: Tensor) -> Tensor:
-    """The eight values of each of int32 ``words`` [..., N], lowest bits first."""
-    shifts = torch.arange(0, 4 * WORD, 4, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).flatten(-2)
+def unpack(words: Tensor, bits: int = 4) -> Tensor:
+    """The values of so many bits in int32 ``words`` [..., N], lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
 
 
 def unpack_awq(words: Tensor) -> Tensor:
     """`unpack` of AWQ's words, whose values lie even columns first."""
-    return unpack(words).unflatten(-1, (-1, WORD))[..., AWQ_REVERSE_ORDER].flatten(-2)
+    return unpack(words).unflatten(-1, (-1, 8))[..., AWQ_REVERSE_ORDER].flatten(-2)
 
 
-def dequantize_each(form: GroupedInt4, tensors: Sequence[Tensor]) -> list[Tensor]:
+def dequantize_each(form: GroupedInt, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The numbers of weights whose tensors follow each other."""
     count = len(form.suffixes)
     starts = range(0, len(tensors), count)
     return [dequantize_groups(form, tensors[at : at + count]) for at in starts]
 
 
-def dequantize_groups(form: GroupedInt4, parts: Sequence[Tensor]) -> Tensor:
+def dequantize_groups(form: GroupedInt, parts: Sequence[Tensor]) -> Tensor:
     """float32 numbers [out, in] from the tensors of ``form``, in its suffixes' order.
 
     Raises ValueError for an input of a group that has no scale.
     """
-    words, scales, third, *index = parts
+    stored, bits = dict(zip(form.suffixes, parts, strict=True)), form.bits
     if form.suffixes == AWQ:
-        values, zeros = unpack_awq(words).mT, unpack_awq(third).mT
+        values, zeros = (unpack_awq(stored[name]).mT for name in ("qweight", "qzeros"))
+        width = values.shape[1]
     elif form.suffixes == GPTQ:
-        values, zeros = unpack(words.mT)[:, : len(index[0])], unpack(third).mT
+        values = unpack(stored["qweight"].mT, bits)
+        zeros, width = unpack(stored["qzeros"], bits).mT, len(stored["g_idx"])
     else:
-        values = unpack(words)[:, : int(third[-1])]
-        scales, zeros = scales.mT, torch.full_like(scales, 8, dtype=torch.int32)
-    height, width, groups = scales.shape[1], values.shape[1], len(scales)
-    size = form.group_size or width
-    of_group = index[0].long() if index else torch.arange(width) // size
+        values, width = unpack(stored["_packed"]), int(stored["_shape"][-1])
+        zeros = torch.full_like(stored["_scale"], 8)
+        if "_zero_point" in stored:
+            zeros = unpack(stored["_zero_point"].mT).mT
+    scales = stored["_scale"] if "_scale" in stored else stored["scales"].mT
+    scales, (height, groups) = scales.float(), scales.shape
+    of_group = torch.arange(width) // (form.group_size or width)
+    if (index := stored.get("g_idx", stored.get("_g_idx"))) is not None:
+        of_group = index.long()
     for group in (int(of_group.min()), int(of_group.max())):
         expected = f"0 to {groups - 1}, which have scales"
         expect(0 <= group < groups, "the group of an input", group, expected)
-    offsets = (zeros[:height] + form.zero).float() * scales.float().mT
-    weight = values[:height] * scales.float().mT[:, of_group]
+    offsets = (zeros[:height] + form.zero).float() * scales
+    weight = values[:height, :width] * scales[:, of_group]
     return weight.sub_(offsets[:, of_group])

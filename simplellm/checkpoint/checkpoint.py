@@ -27,7 +27,7 @@ from simplellm.checkpoint.folder import check_downloaded, is_gguf, open_config
 from simplellm.checkpoint.formats import (
     FLOATS,
     MXFP4_EXPERTS,
-    GroupedInt4,
+    GroupedInt,
     NumberFormat,
     config_once_loaded,
     is_static_scale,
@@ -84,6 +84,7 @@ class Checkpoint:
         self._infos = read_headers(self._shards, self._spelled)
         with reraise_as(CheckpointError, self.path):
             self._find_head()
+            self._drop_zero_biases()
             self._check_names(index)
             self._check_headers()
 
@@ -127,9 +128,11 @@ class Checkpoint:
         if held is not None and "{e}" in self._table[ours].stored:
             each = len(infos) // self.config.num_local_experts
             infos = infos[held.start * each : held.stop * each]
-        views = [tensor_view(self._shards[info.file], info) for info in infos]
-        form = self._formats.get(ours)
-        return dequantize_each(form, views) if isinstance(form, GroupedInt4) else views
+        views, form = [*map(self._view, infos)], self._formats.get(ours)
+        return dequantize_each(form, views) if isinstance(form, GroupedInt) else views
+
+    def _view(self, info: TensorInfo) -> Tensor:
+        return tensor_view(self._shards[info.file], info)
 
     @property
     def mapped(self) -> bool:
@@ -155,14 +158,19 @@ class Checkpoint:
             return
         name = self._table["embed_tokens.weight"].stored
         embedding = self._infos.setdefault(name, replace(head, name=name))
-        first, second = (
-            tensor_view(self._shards[i.file], i) for i in (embedding, head)
-        )
+        first, second = map(self._view, (embedding, head))
         if first.dtype == second.dtype and torch.equal(first, second):
             del self._infos["lm_head.weight"]
         else:
             untied = replace(self.config, tie_word_embeddings=False)
             self._expect(replace(untied, formats=self._formats))
+
+    def _drop_zero_biases(self) -> None:
+        """Forget biases of zeros that the model lacks: AutoGPTQ writes them for all."""
+        biases = (n for n in self._infos.keys() - self._expected if n.endswith(".bias"))
+        self._zeros = {n for n in biases if not self._view(self._infos[n]).any()}
+        for name in self._zeros:
+            del self._infos[name]
 
     def _spelled(self, stored: str) -> str | None:
         """The name that we expect for a tensor ``stored`` under another; None: none."""
@@ -195,7 +203,7 @@ class Checkpoint:
         for stored, file in index.items():
             name = self._spelled(stored)
             tied = name == "lm_head.weight" and self.config.tie_word_embeddings
-            if not name or tied:
+            if not name or tied or name in self._zeros:
                 continue
             if name not in stored_names or self._infos[name].file.name != file:
                 raise ValueError(
@@ -220,7 +228,7 @@ class Checkpoint:
                 allowed = ", ".join(kinds)
                 expect(info.dtype in kinds, repr(name), info.dtype, allowed)
                 if name.endswith("_shape"):  # that of numbers packed into words
-                    stored = tensor_view(self._shards[info.file], info).tolist()
+                    stored = self._view(info).tolist()
                     columns = self._shapes[ours][-1]
                     expect(
                         stored[-1] == columns, repr(name), stored, f"{columns} columns"

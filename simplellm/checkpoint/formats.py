@@ -30,7 +30,6 @@ SQUARE_TILE, ROW_TILE = (128, 128), (1, 0)  # tiles; 0 columns are all of them
 PACKED = "_packed", "_scale", "_shape"
 AWQ = "qweight", "scales", "qzeros"
 GPTQ = (*AWQ, "g_idx")
-WORD = 8  # numbers of 4 bits
 
 
 @dataclass(frozen=True)
@@ -103,14 +102,15 @@ class NumberFormat:
 
 
 @dataclass(frozen=True)
-class GroupedInt4(NumberFormat):
-    """Of 4 bits, eight in a word: a weight [out, in] that becomes ordinary numbers.
+class GroupedInt(NumberFormat):
+    """Of 4 or 8 ``bits``, in words of 32: a weight [out, in] of ordinary numbers here.
 
-    ``group_size`` inputs of a row share a scale, 0: all of them. The suffixes, `AWQ`,
-    `GPTQ` or `PACKED`, say how the tensors lie; AWQ and GPTQ have zero points, packed
-    as well, to which ``zero`` is added.
+    ``group_size`` inputs of a row share a scale, 0: all of them. The suffixes say how
+    the tensors lie: `AWQ`, `GPTQ`, or `PACKED` and what compressed-tensors adds to it.
+    Zero points are packed as well; ``zero`` is added to them.
     """
 
+    bits: int = 4
     group_size: int = 0
     zero: int = 0
 
@@ -120,23 +120,31 @@ class GroupedInt4(NumberFormat):
 
     def stored_name(self, weight: str, suffix: str) -> str:
         """AWQ and GPTQ have a suffix in the place of "weight"."""
-        return (weight if suffix in PACKED else weight.removesuffix("weight")) + suffix
+        compressed = suffix.startswith("_")
+        return (weight if compressed else weight.removesuffix("weight")) + suffix
 
     def stored_shapes(self, shape: Shape) -> dict[str, Shape]:
         """Shapes of the tensors that hold a weight of this ``shape``, by suffix."""
         height, width = shape
         groups = -(-width // (self.group_size or width))
-        words = -(-height // WORD), -(-width // WORD)
-        parts: tuple[Shape, ...] = (height, words[1]), (height, groups), (2,)
-        if self.suffixes != PACKED:
-            first = (width, words[0]) if self.suffixes == AWQ else (words[1], height)
-            parts = first, (groups, height), (groups, words[0]), (width,)
-        return dict(zip(self.suffixes, parts, strict=False))
+        rows, columns = (-(-size * self.bits // 32) for size in shape)
+        shapes: dict[str, Shape] = {
+            "_packed": (height, columns),
+            "_scale": (height, groups),
+            "_shape": (2,),
+            "_zero_point": (rows, groups),
+            "_g_idx": (width,),
+            "qweight": (width, rows) if self.suffixes == AWQ else (columns, height),
+            "scales": (groups, height),
+            "qzeros": (groups, rows),
+            "g_idx": (width,),
+        }
+        return {suffix: shapes[suffix] for suffix in self.suffixes}
 
     @property
     def kinds(self) -> tuple[tuple[str, ...], ...]:
-        words = ("I32", "I64") if self.suffixes == PACKED else ("I32",)
-        return (("I32",), FLOATS, words, ("I32",))[: len(self.suffixes)]
+        others = {"_scale": FLOATS, "scales": FLOATS, "_shape": ("I32", "I64")}
+        return tuple(others.get(suffix, ("I32",)) for suffix in self.suffixes)
 
 
 FLOAT8 = "float8_e4m3fn"
@@ -179,11 +187,16 @@ class Quantization:
     def format_of(self, name: str) -> NumberFormat | None:
         """The format of the weight ``name``, as the hub calls it without suffixes.
 
-        None for an ordinary tensor.
+        None for an ordinary tensor. Lists of modules may have them as parts of a model
+        that sees images.
         """
-        if self.ignored(name.removesuffix(".weight")):
+        seeing = re.sub(r"^model\.", "model.language_model.", name)
+        names = name, f"language_model.{name}", seeing
+        if any(self.ignored(one.removesuffix(".weight")) for one in names):
             return None
-        return next((form for form, finds in self.groups if finds(name)), None)
+        return next(
+            (form for form, finds in self.groups if any(map(finds, names))), None
+        )
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization:
@@ -351,42 +364,50 @@ def read_awq(config: Mapping[str, Any]) -> Quantization:
         format=("gemm", None),
     )
     size = group_size(FIELD, config.get("group_size", 128))
-    form = GroupedInt4("AWQ", AWQ, "int32", inputs=False, group_size=size)
+    form = GroupedInt("AWQ", AWQ, "int32", inputs=False, group_size=size)
     return Quantization(((form, in_layers),), match_skipped(config, ["lm_head"]))
 
 
 def read_gptq(config: Mapping[str, Any]) -> Quantization:
     """The dialect "gptq", as AutoGPTQ and GPTQModel write it.
 
-    Zero points are one less in the file than they are, but in version 2.
+    Zero points are one less in the file than they are, but in version 2. ``dynamic``
+    may take modules out, by regular expressions behind "-:".
     """
     check_allowed(
         FIELD,
         config,
-        bits=(4,),
+        bits=(4, 8),
         checkpoint_format=("gptq", "gptq_v2", None),
         format=("gptq", "gptq_v2", None),
         pack_dtype=("int32", None),
         is_marlin_format=(False, None),
         lm_head=(False, None),
-        dynamic=({}, False),  # what modules have of their own
         modules_in_block_to_quantize=(None,),
     )
     size = group_size(FIELD, config.get("group_size", 128))
     version = config.get("checkpoint_format") or config.get("format")
-    zero = int(version != "gptq_v2")
-    form = GroupedInt4("GPTQ", GPTQ, "int32", inputs=False, group_size=size, zero=zero)
-    return Quantization(((form, in_layers),), match_skipped(config, ["lm_head"]))
+    form = GroupedInt(
+        *("GPTQ", GPTQ, "int32"),
+        inputs=False,
+        bits=config["bits"],
+        group_size=size,
+        zero=int(version != "gptq_v2"),
+    )
+    dynamic = config.get("dynamic") or {}
+    check_allowed(f"{FIELD}.dynamic", dynamic)
+    ok = all(expression.startswith("-:") for expression in dynamic)
+    expect(ok, f"{FIELD}.dynamic", dynamic, "modules that are left out, behind -:")
+    skipped = match_skipped(config, ["lm_head"])
+    left_out = match_prefixes(f"{FIELD}.dynamic", [key[2:] for key in dynamic])
+    return Quantization(((form, in_layers),), lambda n: skipped(n) or left_out(n))
 
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     """The dialect "compressed-tensors": a scheme for each group of modules."""
-    check_allowed(
-        FIELD,
-        config,
-        sparsity_config=(None, {}, {"format": "dense"}),
-        transform_config=(None, {}),
-    )
+    check_allowed(FIELD, config, transform_config=(None, {}))
+    sparsity = config.get("sparsity_config") or {}
+    check_allowed(f"{FIELD}.sparsity_config", sparsity, format=(None, "dense"))
     schemes = config.get("config_groups")
     ok = isinstance(schemes, Mapping) and len(schemes) > 0
     expect(ok, f"{FIELD}.config_groups", schemes, "an object", TypeError)
@@ -411,13 +432,7 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     """The format of one scheme; ``default`` is what says how all are packed."""
     check_allowed(where, scheme, output_activations=(None,))
     weights, inputs = scheme.get("weights"), scheme.get("input_activations")
-    check_allowed(
-        f"{where}.weights",
-        weights,
-        symmetric=(True,),
-        dynamic=(False,),
-        type=("int", "float"),
-    )
+    check_allowed(f"{where}.weights", weights, dynamic=(False,), type=("int", "float"))
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     mine = [key for key in SCHEMES if key[0] == kind]
     if (kind, bits) == ("int", 4):
@@ -428,6 +443,7 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
         weights,
         num_bits=list(dict.fromkeys(known for _, known, _ in mine)),
         strategy=[strategy for _, known, strategy in mine if known == bits],
+        symmetric=(True,),
         group_size=(32,) if four else (None, -1),
         block_structure=(None, [*SQUARE_TILE]),
         actorder=(None, "static", "weight"),
@@ -454,7 +470,7 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     return replace(form, suffixes=PACKED) if packing == "pack-quantized" else form
 
 
-def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> GroupedInt4:
+def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> GroupedInt:
     """The format of a scheme of 4 bits, whose products leave their inputs alone."""
     weights = scheme["weights"]
     check_allowed(where, scheme, input_activations=(None,))
@@ -462,12 +478,16 @@ def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> Grouped
         f"{where}.weights",
         weights,
         strategy=("group", "channel"),
-        actorder=(None, "static", "weight"),
+        symmetric=(True, False),
+        actorder=(None, "static", "weight", "group"),
     )
     one_of(f"{where}.format", packing, ("pack-quantized",))
     size = weights.get("group_size") if weights["strategy"] == "group" else -1
     size = group_size(f"{where}.weights", size)
-    return GroupedInt4("INT4", PACKED, "int32", inputs=False, group_size=size)
+    suffixes: tuple[str, ...] = PACKED
+    suffixes += () if weights.get("symmetric", True) else ("_zero_point",)
+    suffixes += ("_g_idx",) if weights.get("actorder") == "group" else ()
+    return GroupedInt("INT4", suffixes, "int32", inputs=False, group_size=size)
 
 
 QUANT_METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
