@@ -5,6 +5,7 @@ another: a mistake with any of them is seen.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -325,7 +326,10 @@ REAL = {  # what some of the hub's files have beside what transformers writes to
         "cache_implementation": "hybrid", "boi_token_index": 5, "eoi_token_index": 6,
         "image_token_index": 7, "mm_tokens_per_image": 256, "vision_config": {"a": 1},
     },
-    "GPT2": {"n_ctx": 1024, "task_specific_params": {"a": 1}, "summary_type": "x"},
+    "GPT2": {
+        "n_ctx": 1024, "task_specific_params": {"a": 1}, "summary_type": "x",
+        "n_special": 0, "predict_special_tokens": True, "output_past": True,
+    },
 }  # fmt: skip
 
 
@@ -342,6 +346,18 @@ def test_sizes_that_follow_from_others(gone: str) -> None:
     config = FAMILIES["llama"].config(data)
     expected = {"head_dim": 8, "num_key_value_heads": 6}
     assert getattr(config, gone) == expected[gone]
+
+
+def test_yarns_own_factor_may_be_multiplied() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B does so, in vLLM's words, by one over that."""
+    entry = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 99}
+    data: dict[str, Any] = {**SIZES, "model_type": "qwen3"}
+    given = [{"attn_factor": 1 / (1 + 0.1 * math.log(4))}, {"attention_factor": 1.0}]
+    found = [
+        FAMILIES["qwen3"].config({**data, "rope_scaling": entry | one}) for one in given
+    ]
+    first, second = (config.rope_scaling.attention_factor for config in found)
+    assert first == pytest.approx(second)
 
 
 @torch.inference_mode()

@@ -262,7 +262,7 @@ def end_token_ids(data: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 # What an entry of config.json may have beside the fields of `RopeScaling`.
 ROPE_KEYS = {"type", "rope_theta", "partial_rotary_factor", "finetuned"}
-ROPE_KEYS |= {"mscale", "mscale_all_dim", "max_position_embeddings"}
+ROPE_KEYS |= {"mscale", "mscale_all_dim", "attn_factor", "max_position_embeddings"}
 
 
 def stretch(data: Mapping[str, Any]) -> Any:
@@ -278,6 +278,10 @@ def stretch(data: Mapping[str, Any]) -> Any:
 def attention_factor(kind: str, data: Mapping[str, Any]) -> float | None:
     """What multiplies cos and sin where an entry doesn't say; None: YaRN's own."""
     factor = data["factor"]
+    if kind == "yarn" and data.get("attn_factor"):  # vLLM's field: it multiplies that
+        for name in ("attn_factor", "factor"):
+            check_number(name, data[name], float, 0, 1e9, 0)
+        return data["attn_factor"] * (0.1 * math.log(max(factor, 1)) + 1)
     if kind == "yarn" and data.get("mscale") and data.get("mscale_all_dim"):
         for name in ("mscale", "mscale_all_dim"):
             check_number(name, data[name], float, 0, 1e9)

@@ -60,7 +60,10 @@ GPT2 = Family(
         "scale_attn_weights": (None, True),
         "scale_attn_by_inverse_layer_idx": (None, False),
     },
-    ignores=("n_ctx", "reorder_and_upcast_attn"),
+    ignores=(
+        *("n_ctx", "n_special", "predict_special_tokens", "output_past"),
+        "reorder_and_upcast_attn",
+    ),
     # The hub's own files lack the prefix, and hold the masks.
     spellings=((r"^transformer\.", ""), (r"\.attn\.(masked_)?bias$", None)),
 )
