@@ -32,18 +32,21 @@ TYPES = {
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-# Those that nobody here decodes, for the message.
-OTHERS = (
-    "Q8_1=9 Q8_K=15 IQ2_XXS=16 IQ2_XS=17 IQ3_XXS=18 IQ1_S=19 IQ4_NL=20 IQ3_S=21 "
-    "IQ2_S=22 IQ4_XS=23 I8=24 I16=25 I32=26 I64=27 F64=28 IQ1_M=29 TQ1_0=34 TQ2_0=35"
-)
-NAMES_OF_OTHERS = {
-    int(number): name
-    for name, _, number in (word.partition("=") for word in OTHERS.split())
-}
+OTHERS = {40: "NVFP4", 41: "Q1_0"}  # which nobody here decodes, for the message
 MAGIC = b"GGUF"  # a file's first bytes
 STRING, ARRAY, FLOAT32 = 8, 9, 6
 # The struct code of a value by its type.
@@ -188,7 +191,7 @@ def locate_tensor(
     file: Path, name: str, kind: int, sides: tuple[int, ...], offset: int
 ) -> GGUFTensor:
     """A tensor of a file. Raises ValueError for a type that nobody here decodes."""
-    said = NAMES_OF_OTHERS.get(kind, kind)
+    said = OTHERS.get(kind, kind)
     known = ", ".join(name for name, *_ in TYPES.values())
     expect(kind in TYPES, f"the type of {name!r}", said, f"one of {known}")
     type, elements, nbytes = TYPES[kind]

@@ -5,7 +5,7 @@ names its pre-tokenizer, which is the rule by which a text is cut before its pie
 merged; the rules themselves are below, as the hub's files have them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -298,15 +298,15 @@ class GGUFFiles:
 
     def json(self, name: str) -> dict[str, Any] | None:
         """What a JSON file would say. Raises TypeError or ValueError."""
-        makers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
-            "tokenizer.json": tokenizer_data,
-            "tokenizer_config.json": settings_data,
-            "generation_config.json": generation_data,
-        }
-        data = makers[name](self.container.metadata)
-        if name == "generation_config.json":
-            return {**self.sampling, **(data or {})}
-        return data
+        metadata = self.container.metadata
+        match name:
+            case "tokenizer.json":
+                return tokenizer_data(metadata)
+            case "tokenizer_config.json":
+                return settings_data(metadata)
+            case "generation_config.json":
+                return {**self.sampling, **generation_data(metadata)}
+        return None
 
     def text(self, name: str) -> str | None:
         """None: the chat template is in what tokenizer_config.json would say."""
