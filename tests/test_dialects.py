@@ -508,6 +508,15 @@ def test_a_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == f"<|im_start|>{USER['content']}"
     ids = render(dialect, tokenizer, [USER], [WEATHER])
     assert tokenizer.decode(ids) == "<|im_end|>1"
+    write_text_side(tmp_path, "qwen", "")
+    file = tmp_path / "chat_template.json"  # as processors had it
+    file.write_text(json.dumps({"chat_template": "{{ messages|length }}<|im_start|>"}))
+    tokenizer, dialect = open_folder(tmp_path)
+    assert tokenizer.decode(render(dialect, tokenizer, [USER], [])) == "1<|im_start|>"
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"chat_template\.json: is not JSON"):
+        open_folder(tmp_path)
+    file.unlink()
     text = "{% generation %}{{ messages|length }}{% endgeneration %}<|im_end|>"
     (tmp_path / "chat_template.jinja").write_text(text)
     tokenizer, dialect = open_folder(tmp_path)

@@ -54,11 +54,14 @@ class TemplateSource:
 
         ``config`` is what its tokenizer_config.json says.
         """
-        name = "tokenizer_config.json"
         given: Any = config.get("chat_template")
-        path = files.path_of(name).with_name(
-            f"{files.path_of(name).name}: chat_template"
-        )
+        path = files.path_of("tokenizer_config.json")
+        if not given:  # of models that see images, before chat_template.jinja
+            name = "chat_template.json"
+            with reraise_as(ConfigError, files.path_of(name)):
+                given = (files.json(name) or {}).get("chat_template")
+            path = files.path_of(name) if given else path
+        path = path.with_name(f"{path.name}: chat_template")
         if (own := files.text("chat_template.jinja")) is not None:
             given, path = own, files.path_of("chat_template.jinja")
         if not given:
