@@ -7,7 +7,7 @@ positions. A weight's output axis comes before its input axis.
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from simplellm.base.config import BLOCK, ModelConfig, expect
 
@@ -17,58 +17,48 @@ class Name(NamedTuple):
 
     ours: str
     shape: str  # its axes, as `axes` measures them
-    split: str  # the axis that several devices share out; "": each has all of it
-    stored: str  # in a file; {q,k,v}: three tensors; {e}: one for each expert
+    stored: str  # on the hub; {q,k,v}: three tensors; {e}: one for each expert
+    split: str = ""  # the axis that several devices share out; "": each has all of it
     needs: str = ""  # the field of ModelConfig that has to be true for it
     turned: bool = False  # [in, out] in a file, if it is not packed
 
     def at(self, layer: int) -> "Name":
-        ours, stored = (
-            name.replace("{n}", str(layer)) for name in (self.ours, self.stored)
-        )
+        ours, stored = (x.replace("{n}", str(layer)) for x in (self.ours, self.stored))
         return self._replace(ours=ours, stored=stored)
+
+
+def layer_name(
+    ours: str, shape: str, stored: str, split: str = "", **more: Any
+) -> Name:
+    """A tensor of layers, by what its names have behind the layer's."""
+    ours, stored = f"layers.{{n}}.{ours}", f"model.layers.{{n}}.{stored}"
+    return Name(ours, shape, stored, split, **more)
 
 
 # Attention is split by its heads (of QKV each part for itself), experts by their
 # intermediate columns: of experts dealt out whole, two devices' busier one would have
 # 2.74 of the 4 chosen on average. After `o` and after the experts what the devices have
 # is added up; a bias that is not split belongs to that sum once (sharding.py).
-# fmt: off
 NAMES = (
-    Name("embed_tokens.weight", "V hidden", "V",
-         "model.embed_tokens.weight"),
-    Name("layers.{n}.attn_norm.weight", "hidden", "",
-         "model.layers.{n}.input_layernorm.weight"),
-    Name("layers.{n}.attn.qkv.weight", "QKV hidden", "QKV",
-         "model.layers.{n}.self_attn.{q,k,v}_proj.weight"),
-    Name("layers.{n}.attn.qkv.bias", "QKV", "QKV",
-         "model.layers.{n}.self_attn.{q,k,v}_proj.bias"),
-    Name("layers.{n}.attn.o.weight", "hidden Q", "Q",
-         "model.layers.{n}.self_attn.o_proj.weight"),
-    Name("layers.{n}.attn.o.bias", "hidden", "",
-         "model.layers.{n}.self_attn.o_proj.bias"),
-    Name("layers.{n}.attn.sinks", "H", "H",
-         "model.layers.{n}.self_attn.sinks"),
-    Name("layers.{n}.mlp_norm.weight", "hidden", "",
-         "model.layers.{n}.post_attention_layernorm.weight"),
-    Name("layers.{n}.router.weight", "E hidden", "",
-         "model.layers.{n}.mlp.router.weight"),
-    Name("layers.{n}.router.bias", "E", "",
-         "model.layers.{n}.mlp.router.bias"),
-    Name("layers.{n}.experts.gate_up", "E 2I hidden", "2I",
-         "model.layers.{n}.mlp.experts.gate_up_proj", turned=True),
-    Name("layers.{n}.experts.gate_up_bias", "E 2I", "2I",
-         "model.layers.{n}.mlp.experts.gate_up_proj_bias"),
-    Name("layers.{n}.experts.down", "E hidden I", "I",
-         "model.layers.{n}.mlp.experts.down_proj", turned=True),
-    Name("layers.{n}.experts.down_bias", "E hidden", "",
-         "model.layers.{n}.mlp.experts.down_proj_bias"),
-    Name("norm.weight", "hidden", "",
-         "model.norm.weight"),
-    Name("lm_head.weight", "V hidden", "V",
-         "lm_head.weight"),
+    Name("embed_tokens.weight", "V hidden", "model.embed_tokens.weight", "V"),
+    layer_name("attn_norm.weight", "hidden", "input_layernorm.weight"),
+    layer_name("attn.qkv.weight", "QKV hidden", "self_attn.{q,k,v}_proj.weight", "QKV"),
+    layer_name("attn.qkv.bias", "QKV", "self_attn.{q,k,v}_proj.bias", "QKV"),
+    layer_name("attn.o.weight", "hidden Q", "self_attn.o_proj.weight", "Q"),
+    layer_name("attn.o.bias", "hidden", "self_attn.o_proj.bias"),
+    layer_name("attn.sinks", "H", "self_attn.sinks", "H"),
+    layer_name("mlp_norm.weight", "hidden", "post_attention_layernorm.weight"),
+    layer_name("router.weight", "E hidden", "mlp.router.weight"),
+    layer_name("router.bias", "E", "mlp.router.bias"),
+    layer_name(
+        "experts.gate_up", "E 2I hidden", "mlp.experts.gate_up_proj", "2I", turned=True
+    ),
+    layer_name("experts.gate_up_bias", "E 2I", "mlp.experts.gate_up_proj_bias", "2I"),
+    layer_name("experts.down", "E hidden I", "mlp.experts.down_proj", "I", turned=True),
+    layer_name("experts.down_bias", "E hidden", "mlp.experts.down_proj_bias"),
+    Name("norm.weight", "hidden", "model.norm.weight"),
+    Name("lm_head.weight", "V hidden", "lm_head.weight", "V"),
 )
-# fmt: on
 
 
 def is_expert_weight(ours: str) -> bool:
@@ -82,12 +72,15 @@ def stored_names(name: Name, experts: int = 1) -> list[str]:
     The parts are q, k and v, or gate and up, of each of the experts if these lie apart.
     """
     count = experts if "{e}" in name.stored else 1
-    names = []
-    for text in (name.stored.replace("{e}", str(n)) for n in range(count)):
-        before, _, rest = text.partition("{")
-        parts, _, after = rest.partition("}")
-        names += [before + part + after for part in parts.split(",")]
-    return names
+    each = (name.stored.replace("{e}", str(n)) for n in range(count))
+    return [part for text in each for part in parts_of(text)]
+
+
+def parts_of(text: str) -> list[str]:
+    """The names that one with a list in braces stands for."""
+    before, _, rest = text.partition("{")
+    parts, _, after = rest.partition("}")
+    return [before + part + after for part in parts.split(",")]
 
 
 Shape = tuple[int, ...]

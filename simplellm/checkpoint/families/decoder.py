@@ -1,20 +1,6 @@
 """The tensors that most decoders have, as they are called on the Hugging Face hub."""
 
-from simplellm.checkpoint.names import Name
-
-
-def hub(ours: str, shape: str, theirs: str, split: str = "", needs: str = "") -> Name:
-    """One tensor, by its name on the hub."""
-    return Name(ours, shape, split, theirs, needs)
-
-
-def layer_name(
-    ours: str, shape: str, theirs: str, split: str = "", needs: str = ""
-) -> Name:
-    """A tensor that every layer has, by its name on the hub."""
-    where = f"model.layers.{{n}}.{theirs}"
-    return hub(f"layers.{{n}}.{ours}", shape, where, split, needs)
-
+from simplellm.checkpoint.names import Name, layer_name
 
 ATTENTION = (
     layer_name("attn.qkv.weight", "QKV hidden", "self_attn.{q,k,v}_proj.weight", "QKV"),
@@ -24,7 +10,9 @@ QKV_BIAS = (layer_name("attn.qkv.bias", "QKV", "self_attn.{q,k,v}_proj.bias", "Q
 # Of those families that let config.json say whether there are any.
 BIASES = (
     QKV_BIAS[0]._replace(needs="attention_bias"),
-    layer_name("attn.o.bias", "hidden", "self_attn.o_proj.bias", "", "attention_bias"),
+    layer_name(
+        "attn.o.bias", "hidden", "self_attn.o_proj.bias", needs="attention_bias"
+    ),
 )
 QK_NORMS = (
     layer_name("attn.q_norm.weight", "D", "self_attn.q_norm.weight"),
@@ -46,14 +34,14 @@ def decoder(
     ``attention`` is what a layer has beside the matrices of `ATTENTION`.
     """
     return (
-        hub("embed_tokens.weight", "V hidden", "model.embed_tokens.weight", "V"),
+        Name("embed_tokens.weight", "V hidden", "model.embed_tokens.weight", "V"),
         layer_name("attn_norm.weight", "hidden", "input_layernorm.weight"),
         *ATTENTION,
         *attention,
         layer_name("mlp_norm.weight", "hidden", mlp_norm),
         *mlp,
-        hub("norm.weight", "hidden", "model.norm.weight"),
-        hub("lm_head.weight", "V hidden", "lm_head.weight", "V"),
+        Name("norm.weight", "hidden", "model.norm.weight"),
+        Name("lm_head.weight", "V hidden", "lm_head.weight", "V"),
     )
 
 

@@ -6,8 +6,9 @@ The text part of the models that see images is the same; images are not read.
 from typing import Any
 
 from simplellm.base.config import MAX_SIZE, check_number, expect, one_of
-from simplellm.checkpoint.families.decoder import MLP, QK_NORMS, decoder, layer_name
+from simplellm.checkpoint.families.decoder import MLP, QK_NORMS, decoder
 from simplellm.checkpoint.families.family import TEXT_PART, Data, Family
+from simplellm.checkpoint.names import layer_name
 
 
 def local_theta(data: Data) -> Any:
@@ -77,13 +78,9 @@ GEMMA3 = Family(
     fixed={"hidden_activation": ("gelu_pytorch_tanh",)},
     extra_keys=("sliding_window_pattern", "_sliding_window_pattern"),
     ignores=(
-        "vision_config",
-        "mm_tokens_per_image",
-        *(
-            f"{kind}_token_{n}"
-            for kind in ("boi", "eoi", "image")
-            for n in ("index", "id")
-        ),
+        *("vision_config", "mm_tokens_per_image", "image_token_index"),
+        *("image_token_id", "boi_token_index", "boi_token_id"),
+        *("eoi_token_index", "eoi_token_id"),
     ),
     spellings=TEXT_PART,
 )

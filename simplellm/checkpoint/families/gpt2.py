@@ -1,13 +1,12 @@
 """GPT-2: LayerNorms, learned positions, and weights stored the other way round."""
 
-from simplellm.checkpoint.families.decoder import hub
 from simplellm.checkpoint.families.family import Family
 from simplellm.checkpoint.names import Name
 
 
 def conv(ours: str, shape: str, theirs: str, split: str = "") -> Name:
     """One tensor of every layer; a matrix is stored [in, out], as a Conv1D."""
-    name = hub(f"layers.{{n}}.{ours}", shape, f"h.{{n}}.{theirs}", split)
+    name = Name(f"layers.{{n}}.{ours}", shape, f"h.{{n}}.{theirs}", split)
     return name._replace(turned=" " in shape)
 
 
@@ -16,8 +15,8 @@ GPT2 = Family(
     model_types=("gpt2",),
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     names=(
-        hub("embed_tokens.weight", "V hidden", "wte.weight", "V"),
-        hub("embed_positions.weight", "P hidden", "wpe.weight"),
+        Name("embed_tokens.weight", "V hidden", "wte.weight", "V"),
+        Name("embed_positions.weight", "P hidden", "wpe.weight"),
         conv("attn_norm.weight", "hidden", "ln_1.weight"),
         conv("attn_norm.bias", "hidden", "ln_1.bias"),
         conv("attn.qkv.weight", "QKV hidden", "attn.c_attn.weight", "QKV"),
@@ -30,9 +29,9 @@ GPT2 = Family(
         conv("mlp.gate_up.bias", "F", "mlp.c_fc.bias", "F"),
         conv("mlp.down.weight", "hidden F", "mlp.c_proj.weight", "F"),
         conv("mlp.down.bias", "hidden", "mlp.c_proj.bias"),
-        hub("norm.weight", "hidden", "ln_f.weight"),
-        hub("norm.bias", "hidden", "ln_f.bias"),
-        hub("lm_head.weight", "V hidden", "lm_head.weight", "V"),
+        Name("norm.weight", "hidden", "ln_f.weight"),
+        Name("norm.bias", "hidden", "ln_f.bias"),
+        Name("lm_head.weight", "V hidden", "lm_head.weight", "V"),
     ),
     keys={
         "n_embd": "hidden_size",

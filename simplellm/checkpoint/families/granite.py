@@ -4,12 +4,12 @@ What a layer adds is multiplied by residual_multiplier. Here everything before t
 norm is divided by it instead: the embedding, and the root of each norm's epsilon.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from simplellm.base.config import check_number
-from simplellm.checkpoint.families.decoder import BIASES, COMMON, MLP, decoder
-from simplellm.checkpoint.families.family import Data, Family
-from simplellm.checkpoint.families.llama import MLP_BIASES
+from simplellm.checkpoint.families.family import Data
+from simplellm.checkpoint.families.llama import LLAMA
 
 MULTIPLIERS = "embedding_multiplier", "residual_multiplier", "attention_multiplier"
 
@@ -27,20 +27,12 @@ def multiplied(data: Data) -> dict[str, Any]:
     }
 
 
-GRANITE = Family(
+GRANITE = replace(
+    LLAMA,
     name="Granite",
     model_types=("granite",),
     architectures=("GraniteForCausalLM",),
-    names=decoder(*BIASES, mlp=(*MLP, *MLP_BIASES)),
-    defaults=COMMON
-    | dict.fromkeys((*MULTIPLIERS, "logits_scaling"), 1.0)
-    | {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 2048,
-    },
+    defaults=LLAMA.defaults | dict.fromkeys((*MULTIPLIERS, "logits_scaling"), 1.0),
     fields=multiplied,
-    fixed={"layer_types": (None,)},
-    extra_keys=("attention_bias", "mlp_bias"),
+    ignores=(),
 )

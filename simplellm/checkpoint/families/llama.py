@@ -1,17 +1,14 @@
 """Llama 3, 3.1, 3.2 and 3.3: the decoder that others vary."""
 
-from simplellm.checkpoint.families.decoder import (
-    BIASES,
-    COMMON,
-    MLP,
-    decoder,
-    layer_name,
-)
+from simplellm.checkpoint.families.decoder import BIASES, COMMON, MLP, decoder
 from simplellm.checkpoint.families.family import Family
+from simplellm.checkpoint.names import layer_name
 
 MLP_BIASES = (
-    layer_name("mlp.gate_up.bias", "2F", "mlp.{gate,up}_proj.bias", "2F", "mlp_bias"),
-    layer_name("mlp.down.bias", "hidden", "mlp.down_proj.bias", "", "mlp_bias"),
+    layer_name(
+        "mlp.gate_up.bias", "2F", "mlp.{gate,up}_proj.bias", "2F", needs="mlp_bias"
+    ),
+    layer_name("mlp.down.bias", "hidden", "mlp.down_proj.bias", needs="mlp_bias"),
 )
 
 LLAMA = Family(

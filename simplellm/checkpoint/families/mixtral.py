@@ -1,8 +1,9 @@
 """Mixtral: Mistral with two experts of eight for each token."""
 
-from simplellm.checkpoint.families.decoder import decoder, layer_name
+from simplellm.checkpoint.families.decoder import decoder
 from simplellm.checkpoint.families.family import Family
 from simplellm.checkpoint.families.mistral import MISTRAL_SIZES, same_windows
+from simplellm.checkpoint.names import layer_name
 
 EXPERT = "block_sparse_moe.experts.{e}"
 

@@ -6,16 +6,6 @@ from simplellm.base.config import MAX_SIZE, check_number
 from simplellm.checkpoint.families.decoder import COMMON, QKV_BIAS, decoder
 from simplellm.checkpoint.families.family import Data, Family
 
-QWEN: Data = COMMON | {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-
 
 def upper_windows(data: Data) -> dict[str, Any]:
     """The window, and which layers have it: those from max_window_layers on."""
@@ -36,7 +26,16 @@ QWEN2 = Family(
     model_types=("qwen2",),
     architectures=("Qwen2ForCausalLM",),
     names=decoder(*QKV_BIAS),
-    defaults=QWEN,
+    defaults=COMMON
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     fields=upper_windows,
     fixed={"use_sliding_window": (None, True, False), "use_mrope": (None, False)},
 )

@@ -1,16 +1,16 @@
 """Qwen3: Qwen2.5 with norms of each head of q and k in place of the biases."""
 
-from simplellm.checkpoint.families.decoder import BIASES, QK_NORMS, decoder
-from simplellm.checkpoint.families.family import Family
-from simplellm.checkpoint.families.qwen2 import QWEN, QWEN2, upper_windows
+from dataclasses import replace
 
-QWEN3 = Family(
+from simplellm.checkpoint.families.decoder import BIASES, QK_NORMS, decoder
+from simplellm.checkpoint.families.qwen2 import QWEN2
+
+QWEN3 = replace(
+    QWEN2,
     name="Qwen3",
     model_types=("qwen3",),
     architectures=("Qwen3ForCausalLM",),
     names=decoder(*BIASES, *QK_NORMS),
-    defaults=QWEN | {"head_dim": 128},
-    fields=upper_windows,
-    fixed=QWEN2.fixed,
+    defaults=QWEN2.defaults | {"head_dim": 128},
     extra_keys=("attention_bias",),
 )

@@ -3,15 +3,10 @@
 from typing import Any
 
 from simplellm.base.config import MAX_SIZE, as_ids, check_kind, check_number
-from simplellm.checkpoint.families.decoder import (
-    BIASES,
-    MLP,
-    QK_NORMS,
-    decoder,
-    layer_name,
-)
+from simplellm.checkpoint.families.decoder import BIASES, MLP, QK_NORMS, decoder
 from simplellm.checkpoint.families.family import Data, Family
-from simplellm.checkpoint.families.qwen2 import QWEN
+from simplellm.checkpoint.families.qwen2 import QWEN2
+from simplellm.checkpoint.names import layer_name
 
 EXPERTS = (
     layer_name("router.weight", "E hidden", "mlp.gate.weight"),
@@ -49,7 +44,7 @@ QWEN3_MOE = Family(
         "moe_intermediate_size": "intermediate_size",
     },
     defaults={
-        **QWEN,
+        **QWEN2.defaults,
         "hidden_size": 2048,
         "intermediate_size": 768,
         "dense_intermediate_size": 6144,

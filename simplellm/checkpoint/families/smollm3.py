@@ -1,11 +1,11 @@
 """SmolLM3: Llama, but every fourth layer does not rotate q and k."""
 
+from dataclasses import replace
 from typing import Any
 
 from simplellm.base.config import MAX_SIZE, as_ids, check_number, expect
-from simplellm.checkpoint.families.decoder import BIASES, COMMON, MLP, decoder
-from simplellm.checkpoint.families.family import Data, Family
-from simplellm.checkpoint.families.llama import MLP_BIASES
+from simplellm.checkpoint.families.family import Data
+from simplellm.checkpoint.families.llama import LLAMA
 
 
 def without_rope(data: Data) -> dict[str, Any]:
@@ -21,16 +21,15 @@ def without_rope(data: Data) -> dict[str, Any]:
     return {"nope_layers": still, "sliding_window": None}
 
 
-SMOLLM3 = Family(
+SMOLLM3 = replace(
+    LLAMA,
     name="SmolLM3",
     model_types=("smollm3",),
     architectures=("SmolLM3ForCausalLM",),
-    names=decoder(*BIASES, mlp=(*MLP, *MLP_BIASES)),
-    defaults=COMMON
+    defaults=LLAMA.defaults
     | {
         "vocab_size": 128_256,
         "hidden_size": 2048,
-        "intermediate_size": 11008,
         "num_hidden_layers": 36,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
@@ -41,6 +40,7 @@ SMOLLM3 = Family(
         "no_rope_layer_interval": 4,
     },
     fields=without_rope,
-    extra_keys=("attention_bias", "mlp_bias", "no_rope_layers"),
+    fixed={},
+    extra_keys=(*LLAMA.extra_keys, "no_rope_layers"),
     ignores=("max_window_layers",),
 )

@@ -1,5 +1,7 @@
 """What a GGUF file calls our tensors."""
 
+from simplellm.checkpoint.names import parts_of
+
 # By the end of our name: in a layer, behind "blk.{n}.", or else at the top.
 STORED = {
     "embed_tokens.weight": "token_embd.weight",
@@ -47,10 +49,8 @@ STORED_OF = {
 def stored_as(ours: str, model_type: str) -> list[str]:
     """What is in the file for our tensor ``ours``: one name, or those of its parts."""
     table = STORED_OF.get(model_type, STORED)
-    prefix, layer, rest = "", "", ours
+    prefix, rest = "", ours
     if ours.startswith("layers."):
         _, layer, rest = ours.split(".", 2)
         prefix = f"blk.{layer}."
-    before, _, others = table[rest].partition("{")
-    parts, _, after = others.partition("}")
-    return [prefix + before + part + after for part in parts.split(",")]
+    return [prefix + part for part in parts_of(table[rest])]
