@@ -77,7 +77,7 @@ class Real:
         """The types of most of its numbers."""
         sizes: dict[str, int] = {}
         for tensor in open_container(self.file).tensors.values():
-            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
         largest = sorted(sizes, key=lambda name: -sizes[name])
         return "GGUF " + ", ".join(largest[:3])
 
@@ -156,7 +156,7 @@ def gemma(container: Container) -> Any:
             continue
         tensor = container.tensors[f"{table.get_name(stem)}.{kind}"]
         rows = as_array(container.data[tensor.file], tensor)
-        number = gguf.GGMLQuantizationType[tensor.type]
+        number = gguf.GGMLQuantizationType[tensor.dtype]
         numbers = torch.from_numpy(gguf.dequantize(rows, number).copy())
         state[name] = numbers.view(tensor.shape) - float("norm" in name)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]

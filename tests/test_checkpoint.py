@@ -32,8 +32,13 @@ from simplellm.checkpoint.checkpoint import (
     Upload,
 )
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
-from simplellm.checkpoint.names import packed_shapes, stored_shapes, tensor_shapes
-from simplellm.checkpoint.source import Source, TensorInfo
+from simplellm.checkpoint.names import (
+    TensorInfo,
+    packed_shapes,
+    stored_shapes,
+    tensor_shapes,
+)
+from simplellm.checkpoint.source import Source
 
 STATM = Path("/proc/self/statm")
 ALL = list(itertools.product([True, False], [1, 3]))

@@ -34,8 +34,12 @@ from simplellm.checkpoint.formats import (
     is_matrix,
 )
 from simplellm.checkpoint.mxfp4 import quantize
-from simplellm.checkpoint.names import is_expert_weight, stored_names, tensor_names
-from simplellm.checkpoint.source import TensorInfo
+from simplellm.checkpoint.names import (
+    TensorInfo,
+    is_expert_weight,
+    stored_names,
+    tensor_names,
+)
 from simplellm.checkpoint.stored import encode_weight, join_weights, tensors
 from simplellm.checkpoint.tensors import tensor_view
 

@@ -36,13 +36,14 @@ from simplellm.checkpoint.formats import (
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
 from simplellm.checkpoint.names import (
     Shape,
+    TensorInfo,
     is_expert_weight,
     packed_shapes,
     stored_shapes,
     tensor_names,
     tensor_shapes,
 )
-from simplellm.checkpoint.source import Source, TensorInfo
+from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import decode_weights, encode_weight
 from simplellm.checkpoint.tensors import DTYPES, assembled, read_header, tensor_view
 

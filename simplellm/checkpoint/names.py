@@ -6,7 +6,9 @@ positions. A weight's output axis comes before its input axis.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from simplellm.base.config import BLOCK, ModelConfig, expect
@@ -84,6 +86,18 @@ def parts_of(text: str) -> list[str]:
 
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of one tensor; ``name`` is the name on disk."""
+
+    name: str
+    dtype: str  # as the file spells it: a key of DTYPES or, of GGUF, a name in TYPES
+    shape: Shape
+    nbytes: int
+    file: Path
+    offset: int  # of its first byte in the file
 
 
 def axes(config: ModelConfig) -> dict[str, int]:

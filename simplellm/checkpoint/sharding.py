@@ -23,10 +23,17 @@ from simplellm.base.config import BLOCK, ModelConfig, expect
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.int4 import Int4
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
-from simplellm.checkpoint.names import PARTS_OF, Name, axes, tensor_names, tensor_shapes
+from simplellm.checkpoint.names import (
+    PARTS_OF,
+    Name,
+    TensorInfo,
+    axes,
+    tensor_names,
+    tensor_shapes,
+)
 from simplellm.checkpoint.scaled import Scaled, join, round_tiles
 from simplellm.checkpoint.slices import part_of, sliced
-from simplellm.checkpoint.source import Source, TensorInfo
+from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import join_weights, move_weight
 
 OPTION, WHOLE_EXPERTS = "tensor_parallel_size", "enable_expert_parallel"

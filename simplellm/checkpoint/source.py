@@ -1,25 +1,12 @@
 """The protocol of checkpoints: what a model is loaded from, whatever its files."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from simplellm.base.config import ModelConfig
 from simplellm.checkpoint.mxfp4 import Weight
-from simplellm.checkpoint.names import Shape
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a file's header says of one tensor; ``name`` is the name on disk."""
-
-    name: str
-    dtype: str  # as the file spells it; of safetensors, a key of DTYPES
-    shape: Shape
-    nbytes: int
-    file: Path
-    offset: int  # of its first byte in the file
+from simplellm.checkpoint.names import TensorInfo
 
 
 class Source(Protocol):

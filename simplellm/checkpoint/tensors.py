@@ -12,8 +12,7 @@ from torch import Tensor
 
 from simplellm.checkpoint.formats import NumberFormat
 from simplellm.checkpoint.mxfp4 import Weight
-from simplellm.checkpoint.names import Name
-from simplellm.checkpoint.source import TensorInfo
+from simplellm.checkpoint.names import Name, TensorInfo
 from simplellm.checkpoint.stored import decode_weights, join_weights
 
 

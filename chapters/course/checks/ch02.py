@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from simplellm.checkpoint.families.gpt_oss import MODELS
-from simplellm.checkpoint.names import stored_shapes
-from simplellm.checkpoint.source import TensorInfo
+from simplellm.checkpoint.names import TensorInfo, stored_shapes
 
 
 def a_file(entries: dict, data: bytes, padding: int = 0) -> bytes:

@@ -13,10 +13,11 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from simplellm.base.config import CheckpointError, expect, reraise_as
 from simplellm.base.files import map_private
+from simplellm.checkpoint.names import TensorInfo
 
 # By ggml's number: the name, the elements of a block, and its bytes.
 TYPES = {
@@ -56,24 +57,13 @@ MAX_DIMENSIONS = 4
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-class GGUFTensor(NamedTuple):
-    """Where a tensor lies in the file; the last side of its ``shape`` is contiguous."""
-
-    name: str
-    type: str  # a name of TYPES
-    shape: tuple[int, ...]
-    nbytes: int
-    file: Path
-    offset: int  # of its first byte in the file
-
-
 @dataclass(frozen=True)
 class Container:
     """What the headers of one model's files say; the data stays where it is."""
 
     path: Path  # the first file
     metadata: Mapping[str, Any]  # of the first file
-    tensors: Mapping[str, GGUFTensor]  # by their names in the files
+    tensors: Mapping[str, TensorInfo]  # by their names in the files
     data: Mapping[Path, mmap.mmap]  # each file, mapped whole
 
 
@@ -142,7 +132,7 @@ def shortest_decimal(number: float) -> float:
 
 def read_gguf_header(
     file: Path, data: mmap.mmap
-) -> tuple[dict[str, Any], list[GGUFTensor]]:
+) -> tuple[dict[str, Any], list[TensorInfo]]:
     """Metadata and tensors of one mapped file. Raises ValueError."""
     header = Header(data)
     magic, version = header.unpack("4sI")
@@ -189,7 +179,7 @@ def read_entry(header: Header) -> tuple[str, int, tuple[int, ...], int]:
 
 def locate_tensor(
     file: Path, name: str, kind: int, sides: tuple[int, ...], offset: int
-) -> GGUFTensor:
+) -> TensorInfo:
     """A tensor of a file. Raises ValueError for a type that nobody here decodes."""
     said = OTHERS.get(kind, kind)
     known = ", ".join(name for name, *_ in TYPES.values())
@@ -199,7 +189,7 @@ def locate_tensor(
     expected = f"rows of a multiple of {elements} elements, for {type}"
     expect(ok, f"the shape of {name!r}", [*sides[::-1]], expected)
     size = math.prod(sides) // elements * nbytes
-    return GGUFTensor(name, type, sides[::-1], size, file, offset)
+    return TensorInfo(name, type, sides[::-1], size, file, offset)
 
 
 def shards_of(path: Path, count: int) -> list[Path]:
@@ -225,7 +215,7 @@ def open_container(path: str | Path) -> Container:
     """
     path = Path(path)
     data: dict[Path, mmap.mmap] = {}
-    tensors: dict[str, GGUFTensor] = {}
+    tensors: dict[str, TensorInfo] = {}
 
     def read(file: Path) -> dict[str, Any]:
         with reraise_as(CheckpointError, file):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from simplellm.base.config import ConfigError, ModelConfig, expect, one_of, reraise_as
-from simplellm.checkpoint.families import family_config
+from simplellm.checkpoint.families import FAMILIES, family_config
 from simplellm.checkpoint.formats import MXFP4_EXPERTS, NumberFormat, is_matrix
 from simplellm.checkpoint.gguf.container import Container
 from simplellm.checkpoint.gguf.names import stored_as
@@ -45,8 +45,6 @@ FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "attn_logit_softcapping": "attn_logit_softcapping",
 }
-# What config.json calls otherwise in a family.
-NAMES_IN = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 # Values that change nothing; whatever else a file says there is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
@@ -133,7 +131,7 @@ def formats_of(
     formats = {}
     for ours, name in tensor_names(config).items():
         stored = stored_as(ours, config.model_type)
-        types = {container.tensors[n].type for n in stored if n in container.tensors}
+        types = {container.tensors[n].dtype for n in stored if n in container.tensors}
         form = kept.get(min(types)) if len(types) == 1 else None
         experts = is_expert_weight(ours) and form is MXFP4_EXPERTS
         if form and ours.startswith("layers.") and (is_matrix(name) or experts):
@@ -156,9 +154,8 @@ def config_data(container: Container) -> dict[str, Any]:
         scaling = rope_scaling(arch, fields, container)
         data |= {"rope_scaling": scaling} if scaling else {}
         if more := OF_FAMILY.get(data["model_type"]):
-            data |= more(arch, fields)
-        renamed = NAMES_IN.get(data["model_type"], {})
-        return {renamed.get(key, key): value for key, value in data.items()}
+            data |= more(fields)
+        return data
 
 
 def fields_of(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,9 +217,8 @@ def sizes_of(
 def biases_of(model_type: str, container: Container) -> dict[str, Any]:
     """Which biases there are, in config.json's names, in families that say so."""
     names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
-    known = {"llama": 2, "smollm3": 2, "qwen3": 1, "qwen3_moe": 1}.get(model_type, 0)
-    pairs = [*names.items()][:known]
-    return {name: True for name, tensor in pairs if tensor in container.tensors}
+    said = names.keys() & FAMILIES[model_type].extra_keys
+    return {name: True for name in said if names[name] in container.tensors}
 
 
 def rope_scaling(
@@ -242,20 +238,16 @@ def rope_scaling(
         return {}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    scaling = yarn(fields)
-    if not scaling["original_max_position_embeddings"]:
-        scaling["original_max_position_embeddings"] = fields.get("context_length")
-    return {**scaling, "factor": factor}
+    return {**yarn(fields), "factor": factor}
 
 
 def yarn(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The rope_scaling of YaRN, from the fields of the same meaning."""
+    length = fields.get("rope.scaling.original_context_length")
     return {
         "rope_type": "yarn",
         "factor": fields.get("rope.scaling.factor"),
-        "original_max_position_embeddings": fields.get(
-            "rope.scaling.original_context_length"
-        ),
+        "original_max_position_embeddings": length or fields.get("context_length"),
         "beta_fast": fields.get("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.get("rope.scaling.yarn_beta_slow", 1.0),
     }
@@ -266,7 +258,7 @@ def rope_factors(container: Container) -> tuple[float, ...]:
     tensor = container.tensors.get(ROPE_FACTORS)
     if tensor is None:
         return ()
-    expect(tensor.type == "F32", f"the type of {ROPE_FACTORS}", tensor.type, "F32")
+    expect(tensor.dtype == "F32", f"the type of {ROPE_FACTORS}", tensor.dtype, "F32")
     count = math.prod(tensor.shape)
     return struct.unpack_from(f"<{count}f", container.data[tensor.file], tensor.offset)
 
@@ -294,7 +286,7 @@ def llama3_scaling(
     return {"rope_type": "llama3", "factor": largest, **LLAMA3_ROPE}
 
 
-def gemma(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def gemma(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What llama.cpp knows of Gemma 3, and what newer files say."""
     pattern = fields.get("attention.sliding_window_pattern", GEMMA_PATTERN)
     if isinstance(pattern, list):  # true for a layer with a window
@@ -312,17 +304,17 @@ def gemma(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def gpt_oss(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def gpt_oss(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The width of an expert, and RoPE as OpenAI's own code stretches it."""
-    name = f"{arch}.rope.scaling.type"
-    one_of(name, fields.get("rope.scaling.type"), ("yarn",))
+    kind = fields.get("rope.scaling.type")
+    one_of("gpt-oss.rope.scaling.type", kind, ("yarn",))
     # No field says how RoPE rounds: all of gpt-oss's checkpoints do not truncate.
     data = {"attention_bias": True, "rope_scaling": yarn(fields) | {"truncate": False}}
     width = fields.get("expert_feed_forward_length")
     return data if width is None else {**data, "intermediate_size": width}
 
 
-def experts(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def experts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What Qwen3-MoE has: experts in all layers, whose weights add up to 1."""
     return {
         "moe_intermediate_size": fields.get("expert_feed_forward_length"),
@@ -330,22 +322,16 @@ def experts(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def smollm3(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What llama.cpp knows of SmolLM3: every fourth layer does not rotate."""
-    return {"no_rope_layer_interval": 4}
-
-
-def gpt2(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The epsilon of GPT-2's norms, which are LayerNorms."""
     epsilon = fields.get("attention.layer_norm_epsilon")
     return {} if epsilon is None else {"layer_norm_epsilon": epsilon}
 
 
 # What a file has of a family beside what all have, by its model_type.
-OF_FAMILY: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
+OF_FAMILY: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gemma3_text": gemma,
     "gpt_oss": gpt_oss,
     "qwen3_moe": experts,
-    "smollm3": smollm3,
     "gpt2": gpt2,
 }

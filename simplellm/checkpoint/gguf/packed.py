@@ -49,7 +49,7 @@ def packed_formats(
     formats = {}
     for ours, source in sources.items():
         stored = stored_as(source, config.model_type)
-        types = {container.tensors[n].type for n in stored if n in container.tensors}
+        types = {container.tensors[n].dtype for n in stored if n in container.tensors}
         if len(types) == 1 and shapes[source][0] % ROWS == 0:
             formats[ours] = PACKABLE.get(types.pop())
     known = {ours: form for ours, form in formats.items() if form is not None}

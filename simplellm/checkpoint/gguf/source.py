@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import CheckpointError, ModelConfig, expect, reraise_as
-from simplellm.checkpoint.gguf.container import Container, GGUFTensor, open_container
+from simplellm.checkpoint.gguf.container import Container, open_container
 from simplellm.checkpoint.gguf.metadata import (
     KEPT,
     KEPT_ON_GPU,
@@ -29,8 +29,7 @@ from simplellm.checkpoint.gguf.tensors import (
     scaled_of,
 )
 from simplellm.checkpoint.mxfp4 import Weight
-from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names
-from simplellm.checkpoint.source import TensorInfo
+from simplellm.checkpoint.names import PARTS_OF, TensorInfo, axes, tensor_names
 
 # Families of which llama.cpp has q and k with their rows in pairs.
 PAIRED_HEADS = "llama", "mistral", "mixtral", "smollm3"
@@ -84,15 +83,11 @@ class GGUFCheckpoint:
         return list(self._names)
 
     def stored(self, ours: str) -> list[TensorInfo]:
-        tensors = (self.container.tensors[name] for name in self._names[ours])
-        return [
-            TensorInfo(t.name, t.type, t.shape, t.nbytes, t.file, t.offset)
-            for t in tensors
-        ]
+        return [self.container.tensors[name] for name in self._names[ours]]
 
     def __getitem__(self, ours: str) -> Weight:
         """The weight [..., out, in]: ordinary numbers, or one that stays packed."""
-        tensors = [self.container.tensors[name] for name in self._names[ours]]
+        tensors = self.stored(ours)
         parts: list[Any] = [self._part(tensor, ours) for tensor in tensors]
         if ".qkv." in ours and self.config.model_type in PAIRED_HEADS:
             config = self.config
@@ -104,16 +99,16 @@ class GGUFCheckpoint:
         weight: Weight = join_parts(parts, int(of_experts), interleaved)
         if form := self._packed.get(ours):
             assert isinstance(weight, Tensor)
-            return pack_rows(weight, tensors[0].type, form.keep_dequantized)
+            return pack_rows(weight, tensors[0].dtype, form.keep_dequantized)
         return weight
 
-    def _part(self, tensor: GGUFTensor, ours: str) -> Weight:
+    def _part(self, tensor: TensorInfo, ours: str) -> Weight:
         """One tensor of the file, or its bytes if it is packed with others later."""
         rows = as_array(self.container.data[tensor.file], tensor)
         if ours in self._packed:
             return torch.from_numpy(rows)
         if ours in self.config.formats:
-            read = mxfp4_of if tensor.type == "MXFP4" else scaled_of
+            read = mxfp4_of if tensor.dtype == "MXFP4" else scaled_of
             return read(torch.from_numpy(rows))
         return dequantize_rows(rows, tensor, self.dtype)
 
@@ -121,12 +116,13 @@ class GGUFCheckpoint:
         """Raise ValueError if the file holds other tensors than it should."""
         present = {*self.container.tensors} - {ROPE_FACTORS}
         expected = {name for names in self._names.values() for name in names}
-        for names, said in (
-            (expected - present, "lacks"),
-            (present - expected, "holds"),
-        ):
-            implied = f"the {len(expected)} tensors that its metadata implies"
-            expect(not names, f"what it {said}", sorted(names), implied)
+        implied = f"the {len(expected)} tensors that its metadata implies"
+        expect(
+            present >= expected, "what it lacks", sorted(expected - present), implied
+        )
+        expect(
+            present <= expected, "what it holds", sorted(present - expected), implied
+        )
 
     def _check_shapes(self) -> None:
         """Raise ValueError for a tensor of another shape than it should have."""
@@ -136,7 +132,7 @@ class GGUFCheckpoint:
             leading = [first] if ".experts." in ours else []
             if leading:
                 first, *rest = rest or [""]
-            tensors = [self.container.tensors[stored] for stored in self._names[ours]]
+            tensors = self.stored(ours)
             firsts = PARTS_OF.get(first, (first,)) if len(tensors) > 1 else (first,)
             for tensor, axis in zip(tensors, firsts, strict=True):
                 sides = [side for side in (*leading, axis, *rest) if side]
@@ -146,13 +142,8 @@ class GGUFCheckpoint:
 
     def _check_library(self) -> None:
         """Raise ValueError if numbers have to be made and nothing here makes them."""
-        kept = {*self.config.formats}
-        types = {
-            self.container.tensors[name].type
-            for ours, names in self._names.items()
-            if ours not in kept
-            for name in names
-        }
+        made = self._names.keys() - self.config.formats
+        types = {tensor.dtype for ours in made for tensor in self.stored(ours)}
         ready = types <= ORDINARY.keys() or find_spec("gguf")
         expected = "it installed, as by pip install 'simplellm[gguf]'"
         expect(ready, "the library gguf", "missing", expected)

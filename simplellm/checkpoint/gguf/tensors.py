@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import BLOCK
-from simplellm.checkpoint.gguf.container import TYPES, GGUFTensor
+from simplellm.checkpoint.gguf.container import TYPES
 from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.checkpoint.names import TensorInfo
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.checkpoint.stored import tensors
 
@@ -23,9 +24,9 @@ ORDINARY = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK = 2**22  # numbers that one thread makes at a time
 
 
-def as_array(data: Any, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
+def as_array(data: Any, tensor: TensorInfo) -> np.ndarray[Any, Any]:
     """A tensor's bytes [..., bytes of a row], in the mapped file: nothing is read."""
-    _, elements, nbytes = next(t for t in TYPES.values() if t[0] == tensor.type)
+    _, elements, nbytes = next(t for t in TYPES.values() if t[0] == tensor.dtype)
     flat = np.frombuffer(data, np.uint8, tensor.nbytes, tensor.offset)
     *rows, columns = tensor.shape
     return flat.reshape(*rows, columns // elements * nbytes)
@@ -62,18 +63,18 @@ def scaled_of(rows: Tensor) -> Scaled:
 
 
 def dequantize_rows(
-    rows: np.ndarray[Any, Any], tensor: GGUFTensor, dtype: Any
+    rows: np.ndarray[Any, Any], tensor: TensorInfo, dtype: Any
 ) -> Tensor:
     """The tensor as ordinary numbers.
 
     Those that are such in the file are a view of it, in their own dtype; others are
     made in ``dtype``, by several threads.
     """
-    if stored := ORDINARY.get(tensor.type):
+    if stored := ORDINARY.get(tensor.dtype):
         return torch.from_numpy(rows).view(stored).view(tensor.shape)
     from gguf import GGMLQuantizationType, dequantize
 
-    kind = GGMLQuantizationType[tensor.type]
+    kind = GGMLQuantizationType[tensor.dtype]
     out = torch.empty(tensor.shape, dtype=dtype)
     flat, source = out.view(-1, tensor.shape[-1]), rows.reshape(-1, rows.shape[-1])
     step = max(1, CHUNK // tensor.shape[-1])

@@ -29,15 +29,8 @@ class PreTokenizer(NamedTuple):
 
 def split_step(pattern: str) -> list[dict[str, Any]]:
     """A step that cuts out what a regular expression finds."""
-    pattern_data = {"Regex": pattern}
-    return [
-        {
-            "type": "Split",
-            "pattern": pattern_data,
-            "behavior": "Isolated",
-            "invert": False,
-        }
-    ]
+    cut = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return [{**cut, "pattern": {"Regex": pattern}}]
 
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -124,9 +117,7 @@ def vocabulary_of(metadata: Mapping[str, Any]) -> Vocabulary | None:
     count = len(tokens)
     name = "the number of entries of tokenizer.ggml.token_type"
     expect(len(kinds) == count, name, len(kinds), f"{count}, as many as tokens")
-    if (
-        metadata["tokenizer.ggml.model"] == "llama"
-    ):  # the hub has SentencePiece's spaces
+    if metadata["tokenizer.ggml.model"] == "llama":  # SentencePiece's, as on the hub
         tokens = [text.replace(" ", SPACE) for text in tokens]
     return Vocabulary(tokens, kinds)
 
@@ -142,14 +133,7 @@ def tokenizer_data(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = metadata["tokenizer.ggml.model"]
     one_of("tokenizer.ggml.model", kind, ("gpt2", "llama"))
     make = sentencepiece if kind == "llama" else byte_level
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added_tokens(vocabulary),
-        "post_processor": None,
-        **make(metadata, vocabulary),
-    }
+    return {"added_tokens": added_tokens(vocabulary), **make(metadata, vocabulary)}
 
 
 def added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
@@ -181,24 +165,12 @@ def byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cut.steps, last]},
         "decoder": {**level, "use_regex": False},
         "model": {
-            **BPE,
+            "type": "BPE",
             "ignore_merges": cut.ignore_merges,
             "vocab": vocabulary.ids(),
             "merges": merges,
         },
     }
-
-
-BPE: dict[str, Any] = {
-    "type": "BPE",
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": False,
-    "byte_fallback": False,
-    "ignore_merges": False,
-}
 
 
 def sentencepiece(
@@ -216,7 +188,7 @@ def sentencepiece(
         "pre_tokenizer": {**words, "prepend_scheme": "first"} if prefix else None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
-            **BPE,
+            "type": "BPE",
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": vocabulary.ids(),
@@ -261,11 +233,7 @@ def settings_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
         for name, key in names.items()
         if metadata.get(key)
     ]
-    return {
-        **named,
-        "add_bos_token": bool(begins),
-        **({"chat_template": templates} if templates else {}),
-    }
+    return {**named, "add_bos_token": bool(begins), "chat_template": templates}
 
 
 def generation_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
