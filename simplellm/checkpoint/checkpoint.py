@@ -27,10 +27,10 @@ from simplellm.checkpoint.folder import check_downloaded, is_gguf, open_config
 from simplellm.checkpoint.formats import (
     FLOATS,
     MXFP4_EXPERTS,
+    STATIC_SCALE,
     GroupedInt,
     NumberFormat,
     config_once_loaded,
-    is_static_scale,
     same_scales,
 )
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
@@ -181,7 +181,7 @@ class Checkpoint:
         for other in (f"{name}_inv", name.removesuffix("_inv")):
             if other in self._expected:  # the same scale has two names
                 return other
-        return None if is_static_scale(name) else name
+        return None if STATIC_SCALE.search(name) else name
 
     def _check_names(self, index: Mapping[str, str]) -> None:
         """Raise ValueError if the files hold other tensors than they should."""

@@ -24,6 +24,7 @@ from simplellm.base.config import (
     reraise_as,
 )
 from simplellm.checkpoint.checkpoint import find_shards, map_shard
+from simplellm.checkpoint.families.family import HARMLESS, PRIVATE, rope, sizes
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -33,14 +34,12 @@ ARCHITECTURES = (
 )
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # What may stand in a config without changing what is computed here.
-IGNORED = {
-    *("architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype"),
-    *("eos_token_id", "experts_per_token", "initializer_range", "layer_types"),
-    *("max_window_layers", "model_type", "num_local_experts", "pad_token_id"),
-    *("pretraining_tp", "speculators_config", "speculators_model_type"),
-    *("speculators_version", "swiglu_limit", "tie_word_embeddings", "torch_dtype"),
-    *("transformers_version", "ttt_steps", "use_cache", "_name_or_path"),
-    *("embed_requires_grad", "target_model_type", "num_experts_per_tok"),
+IGNORED = HARMLESS | {
+    *("architectures", "auto_map", "embed_requires_grad", "eos_token_id"),
+    *("experts_per_token", "layer_types", "max_window_layers", "model_type"),
+    *("num_experts_per_tok", "num_local_experts", "speculators_config"),
+    *("speculators_model_type", "speculators_version", "swiglu_limit"),
+    *("target_model_type", "tie_word_embeddings", "ttt_steps"),
 }
 # What only one value of is known here.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -135,29 +134,19 @@ def head_config(data: Mapping[str, Any]) -> HeadConfig:
         if name in FIXED:
             allowed = " or ".join(map(repr, FIXED[name]))
             expect(value in FIXED[name], name, value, allowed)
-        elif name not in {*known, *IGNORED, *ROPE, LAYER_IDS}:
+        elif name not in {*known, *IGNORED, *ROPE, LAYER_IDS} and not PRIVATE.search(
+            name
+        ):
             wanted = "no such field in an EAGLE-3 head's config"
             expect(value is None, name, value, wanted)
-    values = {k: v for k, v in flat.items() if k in known and v is not None}
-    for name in {"hidden_size", "num_attention_heads", "vocab_size"} - values.keys():
-        expect(False, name, None, "an integer")
+    values = {name: value for name, value in sizes(flat).items() if name in known}
+    expect("vocab_size" in values, "vocab_size", None, "an integer")
     values.setdefault("target_hidden_size", values["hidden_size"])
     values.setdefault("draft_vocab_size", values["vocab_size"])
-    values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    size = values["hidden_size"] // values["num_attention_heads"]
-    values.setdefault("head_dim", size)
-    rope = flat.get("rope_parameters") or flat.get("rope_scaling")
-    values["rope_scaling"] = None
-    if rope:
-        rope = {"rope_type": "default", **rope}
-        values["rope_scaling"] = RopeScaling.from_dict(rope)
-        if rope.get("rope_theta"):
-            values["rope_theta"] = rope["rope_theta"]
-    ids = flat.get(LAYER_IDS)
-    if ids is not None:
-        ok = (
-            isinstance(ids, list) and len(ids) == 3 and all(type(i) is int for i in ids)
-        )
+    values["rope_scaling"], theta = rope(flat)
+    values |= {} if theta is None else {"rope_theta": theta}
+    if (ids := flat.get(LAYER_IDS)) is not None:
+        ok = isinstance(ids, list) and [*map(type, ids)] == [int] * 3
         expect(ok, LAYER_IDS, ids, "three layers' numbers")
         # The flat layout names the layers that end there, speculators the next ones.
         values["layer_ids"] = tuple(i - (LAYER_IDS in data) for i in ids)

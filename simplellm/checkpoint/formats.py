@@ -246,11 +246,6 @@ def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat
 STATIC_SCALE = re.compile(r"\.(input|activation|output|[qkv])_scale$")
 
 
-def is_static_scale(stored: str) -> bool:
-    """Whether a tensor of a checkpoint with formats is a scale that nobody needs."""
-    return bool(STATIC_SCALE.search(stored))
-
-
 def same_scales(actual: Shape, expected: Shape) -> bool:
     """Whether two shapes of scales are the same, axes of 1 aside."""
     return [n for n in actual if n != 1] == [n for n in expected if n != 1]

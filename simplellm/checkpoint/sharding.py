@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -61,10 +60,6 @@ class Shard:
         if self.data_parallel:
             return range(total)
         return part_of(total, self.rank, self.size, unit)
-
-    def experts(self, total: int) -> range:
-        """This rank's of ``total`` whole experts."""
-        return part_of(total, self.rank, self.size)
 
     def vocabulary(self, config: ModelConfig) -> range:
         """The tokens whose rows of embedding and head this rank has."""
@@ -153,7 +148,9 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 def held_experts(config: ModelConfig, shard: Shard) -> range | None:
     """The experts that a rank has whole; None if it has parts of all."""
-    return shard.experts(config.num_local_experts) if shard.expert_parallel else None
+    if not shard.expert_parallel:
+        return None
+    return part_of(config.num_local_experts, shard.rank, shard.size)
 
 
 def inner_part(config: ModelConfig, shard: Shard, axis: str) -> range:
@@ -267,6 +264,7 @@ class ShardedSource:
         self, source: Source, shard: Shard, largest: Callable[[Tensor], Tensor]
     ) -> None:
         self.source, self.shard, self.largest = source, shard, largest
+        self.files = source.files
         self.config = shard_config(source.config, shard)
         how = shard.expert_parallel, shard.data_parallel
         self.table = split_names(source.config, *how)
@@ -278,11 +276,6 @@ class ShardedSource:
     def mapped(self) -> bool:
         """Whether all experts are views of a file: slices of them are copied."""
         return self.shard.expert_parallel and self.source.mapped
-
-    @property
-    def files(self) -> Sequence[Path]:
-        """The files that hold the weights of all ranks."""
-        return self.source.files
 
     def names(self) -> list[str]:
         return self.source.names()

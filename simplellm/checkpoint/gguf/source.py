@@ -1,6 +1,5 @@
 """A GGUF file as a checkpoint: our names to weights, each read when it is asked for."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplellm.base.config import CheckpointError, ModelConfig, expect, reraise_as
-from simplellm.checkpoint.gguf.container import Container, open_container
+from simplellm.base.config import CheckpointError, expect, reraise_as
+from simplellm.checkpoint.gguf.container import open_container
 from simplellm.checkpoint.gguf.metadata import (
     KEPT,
     KEPT_ON_GPU,
@@ -44,6 +43,8 @@ class GGUFCheckpoint:
     4 and 8 bits become an `Int4`. Raises CheckpointError or ConfigError.
     """
 
+    mapped = False  # all experts are rearranged
+
     def __init__(
         self,
         path: str | Path,
@@ -51,14 +52,13 @@ class GGUFCheckpoint:
         device: str | torch.device = "cpu",
         packed: bool = False,
     ) -> None:
-        self.container: Container = open_container(path)
+        self.container = open_container(path)
         self.path, self.dtype = self.container.path, dtype
+        self.files = [*self.container.data]
         gpu = torch.device(device).type == "cuda"
-        kept = KEPT_ON_GPU if gpu else KEPT
-        config = read_gguf_config(self.container, kept)
+        config = read_gguf_config(self.container, KEPT_ON_GPU if gpu else KEPT)
         self._packed = packed_formats(config, self.container) if packed else {}
-        formats = {**config.formats, **self._packed}
-        self.config: ModelConfig = replace(config, formats=formats)
+        self.config = replace(config, formats={**config.formats, **self._packed})
         with reraise_as(CheckpointError, self.path):
             self._names = {
                 ours: stored_as(ours, self.config.model_type)
@@ -69,15 +69,6 @@ class GGUFCheckpoint:
             self._check_names()
             self._check_shapes()
             self._check_library()
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return list(self.container.data)
-
-    @property
-    def mapped(self) -> bool:
-        """False: no expert is a view of the file, since all are rearranged."""
-        return False
 
     def names(self) -> list[str]:
         return list(self._names)
@@ -128,14 +119,11 @@ class GGUFCheckpoint:
         """Raise ValueError for a tensor of another shape than it should have."""
         size = axes(self.config)
         for ours, name in tensor_names(self.config).items():
-            first, *rest = name.shape.split()
-            leading = [first] if ".experts." in ours else []
-            if leading:
-                first, *rest = rest or [""]
-            tensors = self.stored(ours)
-            firsts = PARTS_OF.get(first, (first,)) if len(tensors) > 1 else (first,)
-            for tensor, axis in zip(tensors, firsts, strict=True):
-                sides = [side for side in (*leading, axis, *rest) if side]
+            sides, tensors = name.shape.split(), self.stored(ours)
+            axis = int(".experts." in ours)  # that parts lie along
+            parts = PARTS_OF[sides[axis]] if len(tensors) > 1 else [sides[axis]]
+            for tensor, part in zip(tensors, parts, strict=True):
+                sides[axis] = part
                 shape = tuple(size[side] for side in sides)
                 where, said = f"the shape of {tensor.name!r}", [*tensor.shape]
                 expect(tensor.shape == shape, where, said, f"{[*shape]}")

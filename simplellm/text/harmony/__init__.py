@@ -2,9 +2,8 @@
 
 `message.py` has its words and records, `render.py` makes token ids of a conversation,
 with the system message of `system.py`. `parse.py` reads what the model writes, whatever
-it is, and `header.py` the headers in it. `openai.py` brings OpenAI's messages to
-harmony's and back, `schema.py` declares functions in a developer message, `turn.py` is
-the grammar of a turn.
+it is. `openai.py` brings OpenAI's messages to harmony's and back, `schema.py` declares
+functions in a developer message, `turn.py` is the grammar of a turn.
 """
 
 from simplellm.text.harmony.message import (

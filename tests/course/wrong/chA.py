@@ -11,9 +11,9 @@ from simplellm.api.outputs import is_reasoning
 from simplellm.server.http.sse import DONE, HEADERS, event
 from simplellm.server.openai.deltas import Turn, new_call_id
 from simplellm.text.harmony import HarmonyParser
-from simplellm.text.harmony.header import message_of, split_header
 from simplellm.text.harmony.message import ENDS
 from simplellm.text.harmony.openai import function_name
+from simplellm.text.harmony.parse import message_of, split_header
 from wrong import wrong
 
 
