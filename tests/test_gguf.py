@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from simplellm.checkpoint.gguf.tokens import (
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.model.ops import PLAIN
+from simplellm.model.rope_cache import stretched_frequencies
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
@@ -588,7 +590,8 @@ def test_types_without_a_decoder_are_refused_by_name(tmp_path: Path) -> None:
         open_container(path)
 
 
-def test_rope_factors_that_nobody_knows_are_refused(tmp_path: Path) -> None:
+def test_rope_factors_divide_frequencies(tmp_path: Path) -> None:
+    """Llama 3.1's come from a formula; these come from nowhere."""
     write(tmp_path, MODELS["Llama"]().build())
     path = tmp_path / "model.gguf"
     write_gguf(path, tmp_path)
@@ -596,8 +599,10 @@ def test_rope_factors_that_nobody_knows_are_refused(tmp_path: Path) -> None:
     at = open_container(path).tensors["rope_freqs.weight"].offset
     data[at : at + 4] = struct.pack("<f", 3.0)
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"rope_freqs.weight is \[3.0.*Llama 3.1"):
-        GGUFCheckpoint(path)
+    config = GGUFCheckpoint(path).config
+    found, factor = stretched_frequencies(config)
+    plain, _ = stretched_frequencies(replace(config, rope_scaling=None))
+    assert factor == 1 and torch.equal(plain[:1] / found[:1], torch.tensor([3.0]))
 
 
 @pytest.mark.parametrize(

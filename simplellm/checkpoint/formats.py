@@ -110,6 +110,8 @@ class GroupedInt(NumberFormat):
     Zero points are packed as well; ``zero`` is added to them.
     """
 
+    dtype: str = "int32"
+    inputs: bool = False
     bits: int = 4
     group_size: int = 0
     zero: int = 0
@@ -359,7 +361,7 @@ def read_awq(config: Mapping[str, Any]) -> Quantization:
         format=("gemm", None),
     )
     size = group_size(FIELD, config.get("group_size", 128))
-    form = GroupedInt("AWQ", AWQ, "int32", inputs=False, group_size=size)
+    form = GroupedInt("AWQ", AWQ, group_size=size)
     return Quantization(((form, in_layers),), match_skipped(config, ["lm_head"]))
 
 
@@ -382,13 +384,8 @@ def read_gptq(config: Mapping[str, Any]) -> Quantization:
     )
     size = group_size(FIELD, config.get("group_size", 128))
     version = config.get("checkpoint_format") or config.get("format")
-    form = GroupedInt(
-        *("GPTQ", GPTQ, "int32"),
-        inputs=False,
-        bits=config["bits"],
-        group_size=size,
-        zero=int(version != "gptq_v2"),
-    )
+    zero = int(version != "gptq_v2")
+    form = GroupedInt("GPTQ", GPTQ, bits=config["bits"], group_size=size, zero=zero)
     dynamic = config.get("dynamic") or {}
     check_allowed(f"{FIELD}.dynamic", dynamic)
     ok = all(expression.startswith("-:") for expression in dynamic)
@@ -482,7 +479,7 @@ def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> Grouped
     suffixes: tuple[str, ...] = PACKED
     suffixes += () if weights.get("symmetric", True) else ("_zero_point",)
     suffixes += ("_g_idx",) if weights.get("actorder") == "group" else ()
-    return GroupedInt("INT4", suffixes, "int32", inputs=False, group_size=size)
+    return GroupedInt("INT4", suffixes, group_size=size)
 
 
 QUANT_METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {

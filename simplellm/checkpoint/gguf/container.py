@@ -11,7 +11,7 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +137,7 @@ def read_gguf_header(
     header = Header(data)
     magic, version = header.unpack("4sI")
     expect(magic == MAGIC, "the file's first four bytes", magic, f"{MAGIC!r}")
-    big = version & 0xFFFF == 0
-    known = "2 or 3" + ", in little-endian order" * big
+    known = "2 or 3, in little-endian order"
     expect(version in (2, 3), "the version of GGUF", version, known)
     tensor_count, value_count = header.unpack("QQ")
     header.expect_bytes(24 * tensor_count + 12 * value_count)  # at the least
@@ -148,57 +147,52 @@ def read_gguf_header(
         (kind,) = header.unpack("I")
         expect(key not in metadata, "a key of the metadata", key, "each once")
         metadata[key] = header.value(kind)
-    entries = [read_entry(header) for _ in range(tensor_count)]
+    entries = [read_entry(header, file) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     ok = isinstance(alignment, int) and alignment > 0 and not alignment % 8
     expect(ok, "general.alignment", alignment, "a multiple of 8")
     start = -(-header.at // alignment) * alignment
     tensors = []
-    for name, kind, sides, offset in entries:
-        tensor = locate_tensor(file, name, kind, sides, start + offset)
+    for entry in entries:
+        tensor = replace(entry, offset=start + entry.offset)
         end = tensor.offset + tensor.nbytes
         expected = (
             f"up to {len(data)}, the file's end; the file is cut off, or has not been "
             "downloaded to its end"
         )
-        expect(end <= len(data), f"the end of {name!r}", end, expected)
+        expect(end <= len(data), f"the end of {tensor.name!r}", end, expected)
         tensors.append(tensor)
     return metadata, tensors
 
 
-def read_entry(header: Header) -> tuple[str, int, tuple[int, ...], int]:
-    """Name, type, sides (the contiguous one first) and offset of one tensor."""
+def read_entry(header: Header, file: Path) -> TensorInfo:
+    """What a header says of one tensor; its offset counts from where data begins.
+
+    Raises ValueError for a type that nobody here decodes.
+    """
     name = header.text()
     (count,) = header.unpack("I")
     known = f"1 to {MAX_DIMENSIONS}"
     expect(1 <= count <= MAX_DIMENSIONS, f"the sides of {name!r}", count, known)
-    sides = header.unpack(f"{count}Q")
+    shape = header.unpack(f"{count}Q")[::-1]  # the contiguous side comes first there
     kind, offset = header.unpack("IQ")
-    return name, kind, sides, offset
-
-
-def locate_tensor(
-    file: Path, name: str, kind: int, sides: tuple[int, ...], offset: int
-) -> TensorInfo:
-    """A tensor of a file. Raises ValueError for a type that nobody here decodes."""
-    said = OTHERS.get(kind, kind)
     known = ", ".join(name for name, *_ in TYPES.values())
+    said = OTHERS.get(kind, kind)
     expect(kind in TYPES, f"the type of {name!r}", said, f"one of {known}")
     type, elements, nbytes = TYPES[kind]
-    ok = min(sides) > 0 and sides[0] % elements == 0
+    ok = min(shape) > 0 and shape[-1] % elements == 0
     expected = f"rows of a multiple of {elements} elements, for {type}"
-    expect(ok, f"the shape of {name!r}", [*sides[::-1]], expected)
-    size = math.prod(sides) // elements * nbytes
-    return TensorInfo(name, type, sides[::-1], size, file, offset)
+    expect(ok, f"the shape of {name!r}", [*shape], expected)
+    size = math.prod(shape) // elements * nbytes
+    return TensorInfo(name, type, shape, size, file, offset)
 
 
 def shards_of(path: Path, count: int) -> list[Path]:
     """The files of a model whose first one says that there are so many."""
-    named = SHARD.fullmatch(path.name)
+    named: Any = SHARD.fullmatch(path.name)
     expected = f"name-00001-of-{count:05}.gguf, the first of its {count} files"
     ok = named and (int(named[2]), int(named[3])) == (1, count)
     expect(ok, "the file's name", path.name, expected)
-    assert named is not None
     shards = [
         path.with_name(f"{named[1]}-{number:05}-of-{count:05}.gguf")
         for number in range(1, count + 1)

@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from simplellm.base.config import ConfigError, ModelConfig, expect, one_of, reraise_as
+from simplellm.base.config import (
+    MAX_SIZE,
+    ConfigError,
+    ModelConfig,
+    check_number,
+    expect,
+    one_of,
+    reraise_as,
+)
 from simplellm.checkpoint.families import FAMILIES, family_config
 from simplellm.checkpoint.formats import MXFP4_EXPERTS, NumberFormat, is_matrix
 from simplellm.checkpoint.gguf.container import Container
@@ -90,12 +98,6 @@ KNOWN = {
     "vocab_size",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-# What Llama 3.1, 3.2 and 3.3 say; a GGUF file has the factors that follow from it.
-LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 # Gemma 3 has one full layer of six; the largest one's scores are scaled by another
 # number, and no field says so: llama.cpp knows it by its 62 layers.
 GEMMA_PATTERN, GEMMA_LARGEST = 6, 62
@@ -130,22 +132,26 @@ def formats_of(
     """Formats of the weights that aren't made ordinary numbers, by our names."""
     formats = {}
     for ours, name in tensor_names(config).items():
-        stored = stored_as(ours, config.model_type)
-        types = {container.tensors[n].dtype for n in stored if n in container.tensors}
-        form = kept.get(min(types)) if len(types) == 1 else None
+        form = kept.get(type_of(ours, config, container))
         experts = is_expert_weight(ours) and form is MXFP4_EXPERTS
         if form and ours.startswith("layers.") and (is_matrix(name) or experts):
             formats[ours] = form
     return formats
 
 
+def type_of(ours: str, config: ModelConfig, container: Container) -> str:
+    """The type of a weight's tensors; "" if there is none, or there are several."""
+    stored = stored_as(ours, config.model_type)
+    types = {container.tensors[n].dtype for n in stored if n in container.tensors}
+    return types.pop() if len(types) == 1 else ""
+
+
 def config_data(container: Container) -> dict[str, Any]:
     """The config.json of a model. Raises ConfigError, which names file and field."""
     metadata = container.metadata
     with reraise_as(ConfigError, container.path):
-        arch = metadata.get("general.architecture")
+        arch: Any = metadata.get("general.architecture")
         one_of("general.architecture", arch, tuple(MODEL_TYPES))
-        assert isinstance(arch, str)
         fields = fields_of(arch, metadata)
         data = {ours: fields[key] for key, ours in FIELDS.items() if fields.get(key)}
         data |= {"model_type": model_type_of(arch, fields)}
@@ -194,20 +200,17 @@ def sizes_of(
 ) -> dict[str, Any]:
     """Sizes in config.json's names, from metadata and tensors. Raises ValueError."""
     tensors = container.tensors
-    embedding = tensors.get("token_embd.weight")
-    expect(embedding is not None, "token_embd.weight", None, "the embedding")
-    assert embedding is not None
-    heads, hidden = fields.get("attention.head_count"), fields.get("embedding_length")
-    for name, value in (("head_count", heads), ("embedding_length", hidden)):
-        ok = isinstance(value, int) and value > 0
-        expect(ok, f"{arch}.{name}", value, "a number above 0")
-    assert isinstance(heads, int) and isinstance(hidden, int)
+    expect("token_embd.weight" in tensors, "token_embd.weight", None, "the embedding")
+    names = "embedding_length", "attention.head_count"
+    for name in names:
+        check_number(f"{arch}.{name}", fields.get(name), int, 1, MAX_SIZE)
+    hidden, heads = (fields[name] for name in names)
     head_dim = fields.get("attention.key_length", hidden // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         said = fields.get(name, head_dim)
         expect(said == head_dim, f"{arch}.{name}", said, f"{head_dim}, all of a head")
     return {
-        "vocab_size": embedding.shape[0],
+        "vocab_size": tensors["token_embd.weight"].shape[0],
         "head_dim": head_dim,
         "tie_word_embeddings": "output.weight" not in tensors,
         "sliding_window": fields.get("attention.sliding_window"),
@@ -230,10 +233,15 @@ def rope_scaling(
     if "rope.scaling.type" not in fields and factor != 1.0:
         kind = "linear"
     one_of(f"{arch}.rope.scaling.type", kind, ("none", "linear", "yarn"))
-    factors = rope_factors(container)
-    if factors:
+    if factors := rope_factors(container):  # Llama 3.1's, applied as LongRoPE's are
         expect(kind == "none", f"{arch}.rope.scaling.type", kind, "none beside factors")
-        return llama3_scaling(factors, fields)
+        lists = dict.fromkeys(("short_factor", "long_factor"), factors)
+        return {
+            "rope_type": "longrope",
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            **lists,
+        }
     if kind == "none" or factor in (0.0, 1.0):
         return {}
     if kind == "linear":
@@ -253,37 +261,15 @@ def yarn(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rope_factors(container: Container) -> tuple[float, ...]:
-    """What each frequency is divided by; () where the file has no such tensor."""
+def rope_factors(container: Container) -> list[float]:
+    """What each frequency is divided by; [] where the file has no such tensor."""
     tensor = container.tensors.get(ROPE_FACTORS)
     if tensor is None:
-        return ()
+        return []
     expect(tensor.dtype == "F32", f"the type of {ROPE_FACTORS}", tensor.dtype, "F32")
     count = math.prod(tensor.shape)
-    return struct.unpack_from(f"<{count}f", container.data[tensor.file], tensor.offset)
-
-
-def llama3_scaling(
-    factors: tuple[float, ...], fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The rope_scaling that ``factors`` follow from; ValueError but for Llama 3.1's.
-
-    As in Llama 3.1's own code: long waves are stretched, short ones are not, and those
-    between them are so the less, the shorter they are.
-    """
-    theta, largest = fields.get("rope.freq_base", 10_000.0), max(factors)
-    low, high, length = LLAMA3_ROPE.values()
-    expected = []
-    for n in range(len(factors)):
-        wave = 2 * math.pi * theta ** (n / len(factors))
-        smooth = min(max((length / wave - low) / (high - low), 0.0), 1.0)
-        expected.append(1 / ((1 - smooth) / largest + smooth))
-    pairs = zip(factors, expected, strict=True)
-    same = all(math.isclose(one, other, rel_tol=1e-4) for one, other in pairs)
-    expect(same, ROPE_FACTORS, [*factors], "the factors of Llama 3.1")
-    if largest == 1.0:
-        return {}
-    return {"rope_type": "llama3", "factor": largest, **LLAMA3_ROPE}
+    data = container.data[tensor.file]
+    return [*struct.unpack_from(f"<{count}f", data, tensor.offset)]
 
 
 def gemma(fields: Mapping[str, Any]) -> dict[str, Any]:

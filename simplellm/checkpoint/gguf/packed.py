@@ -10,8 +10,7 @@ from torch import Tensor
 from simplellm.base.config import BLOCK, ModelConfig
 from simplellm.checkpoint.formats import NumberFormat, is_matrix
 from simplellm.checkpoint.gguf.container import Container
-from simplellm.checkpoint.gguf.metadata import KEPT
-from simplellm.checkpoint.gguf.names import stored_as
+from simplellm.checkpoint.gguf.metadata import KEPT, type_of
 from simplellm.checkpoint.gguf.tensors import float16_at, scaled_of
 from simplellm.checkpoint.int4 import (
     ROWS,
@@ -48,14 +47,14 @@ def packed_formats(
         sources[OUTPUT] = TABLE
     formats = {}
     for ours, source in sources.items():
-        stored = stored_as(source, config.model_type)
-        types = {container.tensors[n].dtype for n in stored if n in container.tensors}
-        if len(types) == 1 and shapes[source][0] % ROWS == 0:
-            formats[ours] = PACKABLE.get(types.pop())
-    known = {ours: form for ours, form in formats.items() if form is not None}
-    count = sum(math.prod(shapes[ours]) for ours in known)
+        form = PACKABLE.get(type_of(source, config, container))
+        if form and shapes[source][0] % ROWS == 0:
+            formats[ours] = form
+    count = sum(math.prod(shapes[ours]) for ours in formats)
     keep = dequantized_bytes(count) <= MAX_DEQUANTIZED
-    return {ours: replace(form, keep_dequantized=keep) for ours, form in known.items()}
+    return {
+        ours: replace(form, keep_dequantized=keep) for ours, form in formats.items()
+    }
 
 
 def nibbles(blocks: Tensor, start: int) -> Tensor:

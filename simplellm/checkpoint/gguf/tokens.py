@@ -108,12 +108,11 @@ def vocabulary_of(metadata: Mapping[str, Any]) -> Vocabulary | None:
     """The tokens of a file, if it has any. Raises TypeError or ValueError."""
     if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
         return None
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens: Any = metadata.get("tokenizer.ggml.tokens")
     ok = isinstance(tokens, list) and all(isinstance(text, str) for text in tokens)
     expect(ok, "tokenizer.ggml.tokens", tokens, "a list of texts", TypeError)
-    kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens or ()))
+    kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     expect_type("tokenizer.ggml.token_type", kinds, list, "a list")
-    assert isinstance(tokens, list)
     count = len(tokens)
     name = "the number of entries of tokenizer.ggml.token_type"
     expect(len(kinds) == count, name, len(kinds), f"{count}, as many as tokens")
@@ -152,9 +151,8 @@ def added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
 
 def byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
     """The parts of a tokenizer.json that merges the bytes of pieces."""
-    pre = metadata.get("tokenizer.ggml.pre")
+    pre: Any = metadata.get("tokenizer.ggml.pre")
     one_of("tokenizer.ggml.pre", pre, tuple(CUTS))
-    assert isinstance(pre, str)
     merges = metadata.get("tokenizer.ggml.merges")
     expect_type("tokenizer.ggml.merges", merges, list, "a list")
     cut = CUTS[pre]

@@ -120,14 +120,13 @@ def type_of(schema: Any, indent: str = "") -> str:
     """The TypeScript type for a JSON schema; what it does not know is `any`."""
     match schema:
         case {"oneOf": [*variants]}:
-            return "".join(
-                f"\n{indent} | {variant_of(variant, indent, variant, bare=False)}"
-                for variant in variants
-            )
+            shown = (variant_of(v, indent, text_of(v), bare=False) for v in variants)
+            return "".join(f"\n{indent} | {one}" for one in shown)
         case {"type": [str(), *_] as names}:
             return " | ".join("number" if n == "integer" else str(n) for n in names)
         case {"type": "object"}:
-            about = f"{indent}// {schema['description']}\n" if has_text(schema) else ""
+            text = text_of(schema)
+            about = "" if text is None else f"{indent}// {text}\n"
             required = schema.get("required") or ()
             properties = "".join(
                 property_of(name if name in required else f"{name}?", value, indent)
@@ -151,9 +150,13 @@ def type_of(schema: Any, indent: str = "") -> str:
 def property_of(name: str, schema: Any, indent: str) -> str:
     """The lines of one property: comments, name, type and default."""
     schema = schema if isinstance(schema, dict) else {}
-    variants = schema.get("oneOf")
-    lines = [f"// {schema['title']}", "//"] if has_text(schema, "title") else []
-    about = [f"// {schema['description']}"] if has_text(schema) else []
+    variants, title, text = (
+        schema.get("oneOf"),
+        text_of(schema, "title"),
+        text_of(schema),
+    )
+    lines = [] if title is None else [f"// {title}", "//"]
+    about = [] if text is None else [f"// {text}"]
     given = schema.get("examples")
     given = given if isinstance(given, list) else []
     examples = ["// Examples:"] if given else []
@@ -165,28 +168,20 @@ def property_of(name: str, schema: Any, indent: str) -> str:
         lines.append(" ".join([f"{name}: {value},", *default]))
         return "".join(f"{indent}{line}\n" for line in lines)
     # A description that the first variant repeats is written there, and only there.
-    if variants and has_text(variants[0]) and has_text(schema):
-        same = variants[0]["description"] == schema["description"]
-        about = [] if same else about
+    if variants and text_of(variants[0]) == text:
+        about = []
     lines += examples + about + default + [f"{name}:"]
     for number, variant in enumerate(variants):
-        known = {} if number == 0 and about else variant
-        if (
-            has_text(schema)
-            and has_text(known)
-            and known["description"] == schema["description"]
-        ):
-            known = {}
-        lines.append(f" | {variant_of(variant, indent, known)}")
+        said = text_of(variant)
+        note = None if said == text or (number == 0 and about) else said
+        lines.append(f" | {variant_of(variant, indent, note)}")
     return "".join(f"{indent}{line}\n" for line in [*lines, ","])
 
 
-def variant_of(
-    variant: Any, indent: str, described: Mapping[str, Any], *, bare: bool = True
-) -> str:
-    """One variant of a oneOf, with the description of ``described`` behind it."""
+def variant_of(variant: Any, indent: str, note: str | None, bare: bool = True) -> str:
+    """One variant of a oneOf, with a ``note`` and its default behind it."""
     variant = variant if isinstance(variant, dict) else {}
-    notes = [described["description"]] if has_text(described) else []
+    notes = [] if note is None else [note]
     if "default" in variant:
         notes.append(f"default: {default_of(variant, bare=bare)}")
     comment = f" // {' '.join(notes)}" if notes else ""
@@ -211,6 +206,7 @@ def default_of(schema: Mapping[str, Any], *, bare: bool = True) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def has_text(schema: Any, key: str = "description") -> bool:
-    """Whether a schema has a text under ``key``."""
-    return isinstance(schema, dict) and isinstance(schema.get(key), str)
+def text_of(schema: Any, key: str = "description") -> str | None:
+    """The text that a schema has under ``key``, if any."""
+    text = schema.get(key) if isinstance(schema, dict) else None
+    return text if isinstance(text, str) else None
