@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
     "smollm3": "smollm3",
+    "granite": "granite",
     "gpt2": "gpt2",
 }
 # What each kind of tokenizer of `families_text` is called.
@@ -35,7 +36,7 @@ PRE = {
     "tekken": "tekken",
     "gpt-oss": "gpt-4o",
 }
-PAIRED = "llama", "smollm3"
+PAIRED = "llama", "smollm3", "granite"
 # Matrices of GPT-2 that the hub has as Conv1Ds, [in, out].
 CONV = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
@@ -138,6 +139,11 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if width := config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(width)
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import WINDOW, Case, case, rewrite, rope, sparse, write
+from families import GRANITE, WINDOW, Case, case, rewrite, rope, sparse, write
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_files import converted, write_gguf
 from tokenizers import Tokenizer
@@ -98,6 +98,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     ),
     "gpt-oss": lambda: case("GptOss", sliding_window=8, **SIZES, **GPT_OSS),
     "SmolLM3": lambda: case("SmolLM3", **SIZES, num_hidden_layers=5, **rope(2e6)),
+    "Granite": lambda: case("Granite", **SIZES, **GRANITE, **rope(1e4)),
     "GPT2": lambda: case("GPT2", n_embd=96, n_inner=160),
 }  # fmt: skip
 TYPES_IN_TURN = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 BF16 F16 F32".split()

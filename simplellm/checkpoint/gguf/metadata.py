@@ -34,6 +34,7 @@ MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "gpt-oss": "gpt_oss",
     "smollm3": "smollm3",
+    "granite": "granite",
     "gpt2": "gpt2",
 }
 # A field behind "llama." or another architecture, and its name in config.json.
@@ -52,6 +53,12 @@ FIELDS = {
     "expert_used_count": "num_experts_per_tok",
     "final_logit_softcapping": "final_logit_softcapping",
     "attn_logit_softcapping": "attn_logit_softcapping",
+}
+MULTIPLIERS = {  # of Granite
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 # Values that change nothing; whatever else a file says there is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -180,7 +187,7 @@ def fields_of(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
             same = len({*value}) == 1
             expect(same, key, value, "the same number for all layers")
             value = value[0]
-        if name in NEUTRAL:
+        if name in NEUTRAL and not (arch == "granite" and name in MULTIPLIERS):
             one_of(key, value, NEUTRAL[name])
         fields[name] = value
     return fields
@@ -308,6 +315,15 @@ def experts(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def granite(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The multipliers. A field that turns RoPE off in llama.cpp is refused."""
+    rotates = fields.get("rope.scaling.finetuned", True)
+    one_of("granite.rope.scaling.finetuned", rotates, (True,))
+    scale = fields.get("attention.scale")
+    expect(scale, "granite.attention.scale", scale, "a number above 0")
+    return {ours: fields[key] for key, ours in MULTIPLIERS.items() if fields.get(key)}
+
+
 def gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The epsilon of GPT-2's norms, which are LayerNorms."""
     epsilon = fields.get("attention.layer_norm_epsilon")
@@ -319,5 +335,6 @@ OF_FAMILY: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gemma3_text": gemma,
     "gpt_oss": gpt_oss,
     "qwen3_moe": experts,
+    "granite": granite,
     "gpt2": gpt2,
 }

@@ -31,7 +31,7 @@ from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import PARTS_OF, TensorInfo, axes, tensor_names
 
 # Families of which llama.cpp has q and k with their rows in pairs.
-PAIRED_HEADS = "llama", "mistral", "mixtral", "smollm3"
+PAIRED_HEADS = "llama", "mistral", "mixtral", "smollm3", "granite"
 
 
 class GGUFCheckpoint:

@@ -61,6 +61,7 @@ CUTS = {
     "smaug-bpe": PreTokenizer(split_step(LLAMA3_SPLIT)),  # of SmolLM3, too
 }
 CUTS |= dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), CUTS["llama-bpe"])
+CUTS |= {"refact": CUTS["smollm"], "dbrx": CUTS["smaug-bpe"]}  # of Granite
 # Control tokens that end a turn wherever they are, as llama.cpp has it: files of one
 # family name the one or the other in their metadata.
 TURN_ENDS = (
