@@ -231,12 +231,13 @@ def test_gpt2_as_the_hub_has_it(theirs, tmp_path: Path) -> None:
     assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
 
 
-def test_angles_that_old_files_hold(theirs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_angles_that_old_files_hold(name: str, theirs, tmp_path: Path) -> None:
     """Until 2023 transformers stored the frequencies of rotations as well."""
-    oracle = theirs("Llama")
+    oracle = theirs(name)
     write(tmp_path, oracle.model)
-    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
-    rewrite(tmp_path, lambda tensors: {**tensors, name: torch.ones(5)})
+    stored = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    rewrite(tmp_path, lambda tensors: {**tensors, stored: torch.ones(5)})
     assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
 
 

@@ -7,6 +7,7 @@ import torch
 
 from simplellm.checkpoint.formats import (
     FLOAT8,
+    STATIC_SCALE,
     Quantization,
     is_linear,
     read_quantization,
@@ -371,6 +372,22 @@ def test_tensors_of_another_format_are_refused():
         )
     with pytest.raises(ValueError, match="scales are"):
         decode_weight(form, [torch.zeros(2, 4).char(), torch.ones(4, 1)])
+
+
+def test_scales_of_inputs_and_of_keys_and_values():
+    """As engines have called them; a weight's is none of them."""
+    ours = (
+        "q_proj.input",
+        "q_proj.activation",
+        "k_proj.output",
+        "k",
+        "v",
+        "attn.q",
+        "kv",
+    )
+    for name in ours:
+        assert STATIC_SCALE.search(f"{LAYER}self_attn.{name}_scale")
+    assert not STATIC_SCALE.search(f"{Q}_scale")
 
 
 def test_linear_layers_by_name():

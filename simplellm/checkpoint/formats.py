@@ -245,7 +245,7 @@ def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat
 
 # What rounds keys and values, or the inputs of products, by a number that was measured
 # once: each token's own, which is closer, is found while the model runs.
-STATIC_SCALE = re.compile(r"\.(input|activation|output|[qkv])_scale$")
+STATIC_SCALE = re.compile(r"\.(input|activation|output|[qkv]|kv)_scale$")
 
 
 def same_scales(actual: Shape, expected: Shape) -> bool:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from simplellm.checkpoint.scaled import Scaled
+
 GROUP_SIZE = 32
 ROWS = 16  # a weight has a multiple of so many
 # Tokens up to which the packed product is the faster one, with AVX2 as with AVX-512. Of
@@ -57,9 +59,10 @@ class Codes:
         return (self.values - 8) * scales + offsets
 
 
-def split_int8(values: Tensor, scales: Tensor) -> list[Codes]:
-    """int8 ``values`` [out, in] with ``scales`` [out, in / 32], as a sum of two."""
-    high, low = values.int() >> 4, values.int() & 15
+def split_int8(weight: Scaled) -> list[Codes]:
+    """An int8 weight [out, in] with ``scales`` [out, in / 32], as a sum of two."""
+    values, scales = weight.values.int(), weight.scales
+    high, low = values >> 4, values & 15
     return [
         Codes(high + 8, 16 * scales, torch.zeros_like(scales)),
         Codes(low, scales, 8 * scales),

@@ -30,10 +30,10 @@ from simplellm.checkpoint.names import (
     tensor_names,
     tensor_shapes,
 )
-from simplellm.checkpoint.scaled import Scaled, join, round_tiles
+from simplellm.checkpoint.scaled import Scaled, round_tiles
 from simplellm.checkpoint.slices import part_of, sliced
 from simplellm.checkpoint.source import Source
-from simplellm.checkpoint.stored import join_weights, move_weight
+from simplellm.checkpoint.stored import concat_weights, join_weights, move_weight
 
 OPTION, WHOLE_EXPERTS = "tensor_parallel_size", "enable_expert_parallel"
 DATA_OPTION = "data_parallel_size"
@@ -213,18 +213,6 @@ def narrow_weight(weight: StoredWeight, axis: int, part: range) -> StoredWeight:
     if columns < width:
         scales = scales[..., start // columns : -(-stop // columns)]
     return Scaled(values, scales, (rows, min(columns, size)), weight.inputs)
-
-
-def concat_weights(parts: Sequence[StoredWeight], axis: int) -> StoredWeight:
-    """Parts of one weight, one after the other along ``axis``; copied once."""
-    if len(parts) == 1:
-        return parts[0]
-    if packed := [part for part in parts if isinstance(part, MXFP4)]:
-        blocks = torch.cat([part.blocks for part in packed], axis - 1)
-        return MXFP4(blocks, torch.cat([part.scales for part in packed], axis))
-    if scaled := [part for part in parts if isinstance(part, Scaled)]:
-        return join(scaled)
-    return torch.cat([part for part in parts if isinstance(part, Tensor)], axis)
 
 
 def as_contiguous(weight: StoredWeight) -> Weight:

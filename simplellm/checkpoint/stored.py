@@ -9,7 +9,7 @@ from torch import Tensor
 from simplellm.base.config import BLOCK, expect
 from simplellm.checkpoint.formats import NumberFormat
 from simplellm.checkpoint.int4 import Int4
-from simplellm.checkpoint.mxfp4 import MXFP4, quantize
+from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, quantize
 from simplellm.checkpoint.scaled import Scaled, join
 
 Coded = Scaled | MXFP4
@@ -68,17 +68,26 @@ def move_weight(weight: Coded | Int4, send: Callable[[Tensor], Tensor]) -> Coded
     return replace(weight, values=numbers, scales=scales)
 
 
+def concat_weights(parts: Sequence[StoredWeight], axis: int) -> StoredWeight:
+    """Parts of one weight, one after the other along ``axis``; copied once."""
+    if len(parts) == 1:
+        return parts[0]
+    if packed := [part for part in parts if isinstance(part, MXFP4)]:
+        blocks = torch.cat([part.blocks for part in packed], axis - 1)
+        return MXFP4(blocks, torch.cat([part.scales for part in packed], axis))
+    if scaled := [part for part in parts if isinstance(part, Scaled)]:
+        return join(scaled)
+    return torch.cat([part for part in parts if isinstance(part, Tensor)], axis)
+
+
 def join_weights(weights: Sequence[Coded], shape: Sequence[int]) -> Coded:
     """Weights of one format, one below the other, as one of ``shape`` [..., out, in].
 
     One alone is not copied.
     """
-    if len(weights) == 1 and isinstance(weights[0], Scaled):
-        return weights[0].view(*shape)
-    scaled = [weight for weight in weights if isinstance(weight, Scaled)]
-    if scaled:
-        return join(scaled).view(*shape)
-    parts = zip(*map(tensors, weights), strict=True)
-    blocks, scales = (torch.cat(x) if len(x) > 1 else x[0] for x in parts)
-    groups = *shape[:-1], shape[-1] // BLOCK
-    return MXFP4(blocks.view(*groups, BLOCK // 2), scales.view(groups))
+    whole = concat_weights(weights, -2)
+    if isinstance(whole, MXFP4):
+        groups = *shape[:-1], shape[-1] // BLOCK
+        return MXFP4(whole.blocks.view(*groups, BLOCK // 2), whole.scales.view(groups))
+    assert isinstance(whole, Scaled)
+    return whole.view(*shape)

@@ -72,6 +72,7 @@ HARMLESS = frozenset(
 # Such as _name_or_path and _attn_implementation_autoset, and what only trains.
 PRIVATE = re.compile(r"^_|dropout$|_pdrop$|^summary_")
 
+OLD_ANGLES = (r"\.rotary_emb\.inv_freq$", None)  # transformers' until 2023
 # Spellings of the tensors of a model that sees images, too; only its text part runs.
 TEXT_PART = (
     (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
@@ -99,24 +100,20 @@ class Family:
     extra_keys: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     # Patterns in tensors' names, and what we expect there; None: nobody needs it.
-    spellings: tuple[tuple[str, str | None], ...] = (
-        (r"\.rotary_emb\.inv_freq$", None),
-    )
+    spellings: tuple[tuple[str, str | None], ...] = ()
 
     def spelled(self, stored: str) -> str | None:
         """The name that we expect for a tensor ``stored`` under another."""
-        for pattern, mine in self.spellings:
+        for pattern, mine in (OLD_ANGLES, *self.spellings):
             if mine is None and re.search(pattern, stored):
                 return None
             stored = re.sub(pattern, mine or "", stored)
         return stored
 
     @property
-    def _known(self) -> set[str]:
-        """The fields of config.json that are read, by their names there."""
-        theirs = {ours: key for key, ours in self.keys.items()}
-        defaults = {theirs.get(ours, ours) for ours in self.defaults}
-        return {*SHARED, *defaults, *self.keys, *self.extra_keys}
+    def _theirs(self) -> dict[str, str]:
+        """What config.json calls those fields that it calls otherwise."""
+        return {ours: key for key, ours in self.keys.items()}
 
     @reraise_as(ConfigError)
     def config(self, data: Data) -> ModelConfig:
@@ -127,11 +124,11 @@ class Family:
         try:
             return self._config(data)
         except (TypeError, ValueError) as error:
-            theirs = {ours: key for key, ours in self.keys.items()}
-            message = re.sub(
+            theirs = self._theirs
+            named = re.sub(
                 r"\w+", lambda word: theirs.get(word[0], word[0]), str(error)
             )
-            error.args = (message,)
+            error.args = (named,)
             raise
 
     def _config(self, outer: Data) -> ModelConfig:
@@ -141,14 +138,14 @@ class Family:
         fixed = {**EVERYWHERE, **self.fixed}
         for key in self.extra_keys:
             fixed.pop(key, None)
-        known = self._known | fixed.keys()
+        defaults, theirs = dict(self.defaults), self._theirs
+        known = SHARED | self.keys.keys() | {*self.extra_keys} | fixed.keys()
+        known |= {theirs.get(ours, ours) for ours in defaults}
         for key, value in given.items():
             harmless = key in self.ignores or key in HARMLESS or PRIVATE.search(key)
-            expected = (
-                f"no such field: what it changes in a {self.name} is not known here"
-            )
+            what = f"what it changes in a {self.name} is not known here"
+            expected = f"no such field: {what}"
             expect(key in known or harmless or value is None, key, value, expected)
-        defaults = dict(self.defaults)
         if given.get("rope_parameters") or given.get("rope_scaling"):
             defaults.pop("rope_scaling", None)
         data = defaults | {

@@ -77,16 +77,10 @@ def codes_of_q4_1(rows: Tensor) -> list[Codes]:
     return [Codes(nibbles(blocks, 4), scales, least + 8 * scales)]
 
 
-def codes_of_q8_0(rows: Tensor) -> list[Codes]:
-    """A block is its scale and 32 numbers of 8 bits."""
-    weight = scaled_of(rows)
-    return split_int8(weight.values, weight.scales)
-
-
 READERS: dict[str, Callable[[Tensor], list[Codes]]] = {
     "Q4_0": codes_of_q4_0,
     "Q4_1": codes_of_q4_1,
-    "Q8_0": codes_of_q8_0,
+    "Q8_0": lambda rows: split_int8(scaled_of(rows)),
 }
 
 
