@@ -78,6 +78,7 @@ BLOCKS = compressed(scheme(SQUARES, {"strategy": "group", "group_size": 128}))
 FOUR = {"num_bits": 4, "strategy": "group", "group_size": 32}
 FOUR |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 MX = compressed(scheme(FOUR, None), format="mxfp4-pack-quantized")
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
 SUPPORTED = {
     "fp8": (FP8, ("", "_scale_inv"), FLOAT8, (128, 128), True),
     "compressed FP8": (compressed(), ("", "_scale"), FLOAT8, (1, 0), True),
@@ -107,6 +108,7 @@ SUPPORTED = {
         *(W8A16, ("_packed", "_scale", "_shape")),
         *("int8", (1, 0), False),
     ),
+    "NVIDIA's FP8": (MODELOPT, ("", "_scale"), FLOAT8, (1, 0), True),
     "mxfp4": (MX, ("_packed", "_scale"), "uint8", (1, 0), False),
 }
 
@@ -194,6 +196,18 @@ def test_modules_of_a_model_that_sees_images():
         assert found(quantization, (HEAD, Q, GATE)) == [False, False, True]
 
 
+def test_nvidias_lists_have_wildcards():
+    for field in ("ignore", "exclude_modules"):
+        data = {**MODELOPT, "ignore": None, field: ["lm_head", "*.mlp.gate", "*norm*"]}
+        quantization = read_quantization(data)
+        assert found(quantization, (HEAD, ROUTER, Q, GATE)) == [
+            False,
+            False,
+            True,
+            True,
+        ]
+
+
 def test_a_sparsity_of_none_may_say_more():
     """As files of 2024 do, which were written before it could be left out."""
     dense = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "0:0"}
@@ -233,7 +247,8 @@ def changed(config, path, value):
 
 GROUP = "config_groups.group_0"
 REFUSED = [
-    *(({"quant_method": m}, m) for m in ("hqq", "bitsandbytes", "modelopt")),
+    *(({"quant_method": m}, m) for m in ("hqq", "bitsandbytes", "quark")),
+    ({**MODELOPT, "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
     ({}, "quant_method is None"),
     ({**FP8, "activation_scheme": "fixed"}, "activation_scheme is 'fixed'"),
     ({**FP8, "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
@@ -310,7 +325,10 @@ def normal(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
 
 
-WHOLE = "FP8 of one scale", "static FP8", "dynamic FP8 of one scale"
+WHOLE = (
+    *("FP8 of one scale", "static FP8", "dynamic FP8 of one scale"),
+    "NVIDIA's FP8",
+)
 EIGHT = [name for name in SUPPORTED if name not in ("mxfp4", *WHOLE)]
 
 

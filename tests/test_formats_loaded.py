@@ -519,6 +519,10 @@ WAYS: dict[str, tuple[dict[str, Any], str, tuple[int, ...], str]] = {
     ),
     "dynamic": (compressed(STATIC | {"dynamic": True}), "_scale", (1,), ""),
     "vLLM's static": (old_fp8("static"), "_scale", (), "input_scale"),
+    "NVIDIA's": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        "_scale", (), "input_scale",
+    ),
     "transformers' static": (old_fp8("static"), "_scale_inv", (), "activation_scale"),
     "transformers' dynamic": (old_fp8("dynamic"), "_scale_inv", (), ""),
 }  # fmt: skip

@@ -1,11 +1,12 @@
 """How a checkpoint stores its weights, as config.json's quantization_config says.
 
-Five dialects: "fp8" of DeepSeek and Qwen, "compressed-tensors" of llm-compressor and
-vLLM, "mxfp4" of gpt-oss, "awq" and "gptq". What is quantized otherwise is refused by
-name. All of this is read without PyTorch; `checkpoint/stored.py` makes weights of what
-is said here.
+Six dialects: "fp8" of DeepSeek and Qwen, "compressed-tensors" of llm-compressor and
+vLLM, "mxfp4" of gpt-oss, "modelopt" of NVIDIA, "awq" and "gptq". What is quantized
+otherwise is refused by name. All of this is read without PyTorch;
+`checkpoint/stored.py` makes weights of what is said here.
 """
 
+import fnmatch
 import logging
 import math
 import re
@@ -338,6 +339,15 @@ def read_mxfp4(config: Mapping[str, Any]) -> Quantization:
     return Quantization(((MXFP4_EXPERTS, experts),), match_skipped(config, ()))
 
 
+def read_modelopt(config: Mapping[str, Any]) -> Quantization:
+    """The dialect "modelopt", of which FP8 is read; its lists have wildcards."""
+    check_allowed(FIELD, config, quant_algo=("FP8",))
+    field = "ignore" if config.get("ignore") is not None else "exclude_modules"
+    expressions = map(fnmatch.translate, modules_in(FIELD, config, field))
+    ignored = match_prefixes(f"{FIELD}.{field}", [*expressions])
+    return Quantization(((ONE_SCALE, is_linear),), ignored)
+
+
 def in_layers(name: str) -> bool:
     """Whether ``name`` is that of a linear layer's weight, and not of the head's."""
     return is_linear(name) and ".layers." in name
@@ -486,6 +496,7 @@ QUANT_METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
     "mxfp4": read_mxfp4,
+    "modelopt": read_modelopt,
     "awq": read_awq,
     "gptq": read_gptq,
 }
