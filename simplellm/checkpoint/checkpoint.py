@@ -169,8 +169,8 @@ class Checkpoint:
     def _drop_zero_biases(self) -> None:
         """Forget biases of zeros that the model lacks: AutoGPTQ writes them for all."""
         biases = (n for n in self._infos.keys() - self._expected if n.endswith(".bias"))
-        self._zeros = {n for n in biases if not self._view(self._infos[n]).any()}
-        for name in self._zeros:
+        self._zero_biases = {n for n in biases if not self._view(self._infos[n]).any()}
+        for name in self._zero_biases:
             del self._infos[name]
 
     def _spelled(self, stored: str) -> str | None:
@@ -204,7 +204,7 @@ class Checkpoint:
         for stored, file in index.items():
             name = self._spelled(stored)
             tied = name == "lm_head.weight" and self.config.tie_word_embeddings
-            if not name or tied or name in self._zeros:
+            if not name or tied or name in self._zero_biases:
                 continue
             if name not in stored_names or self._infos[name].file.name != file:
                 raise ValueError(

@@ -130,13 +130,12 @@ def head_config(data: Mapping[str, Any]) -> HeadConfig:
         expect(isinstance(inner, dict), name, inner, "an object", TypeError)
         flat = {**inner, **{k: v for k, v in flat.items() if v is not None}}
     known = {spec.name for spec in fields(HeadConfig)} - {"layer_ids"}
+    read = {*known, *IGNORED, *ROPE, LAYER_IDS}
     for name, value in flat.items():
         if name in FIXED:
             allowed = " or ".join(map(repr, FIXED[name]))
             expect(value in FIXED[name], name, value, allowed)
-        elif name not in {*known, *IGNORED, *ROPE, LAYER_IDS} and not PRIVATE.search(
-            name
-        ):
+        elif name not in read and not PRIVATE.search(name):
             wanted = "no such field in an EAGLE-3 head's config"
             expect(value is None, name, value, wanted)
     values = {name: value for name, value in sizes(flat).items() if name in known}
