@@ -54,7 +54,7 @@ FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "attn_logit_softcapping": "attn_logit_softcapping",
 }
-MULTIPLIERS = {  # of Granite
+SCALES = {  # of Granite
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -187,7 +187,7 @@ def fields_of(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
             same = len({*value}) == 1
             expect(same, key, value, "the same number for all layers")
             value = value[0]
-        if name in NEUTRAL and not (arch == "granite" and name in MULTIPLIERS):
+        if name in NEUTRAL and not (arch == "granite" and name in SCALES):
             one_of(key, value, NEUTRAL[name])
         fields[name] = value
     return fields
@@ -321,7 +321,7 @@ def granite(fields: Mapping[str, Any]) -> dict[str, Any]:
     one_of("granite.rope.scaling.finetuned", rotates, (True,))
     scale = fields.get("attention.scale")
     expect(scale, "granite.attention.scale", scale, "a number above 0")
-    return {ours: fields[key] for key, ours in MULTIPLIERS.items() if fields.get(key)}
+    return {ours: fields[key] for key, ours in SCALES.items() if fields.get(key)}
 
 
 def gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
