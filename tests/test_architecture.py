@@ -15,7 +15,7 @@ ORDER = "apps server api engine model checkpoint sampling structured text base".
 # What there is, and the slack of 5 % that a good change may need.
 LONGEST_FUNCTION = 60 * 1.05
 LONGEST_KERNEL = 90 * 1.05
-SPINE = 3230 * 1.05
+SPINE = 3210 * 1.05
 
 
 def test_modules_import_in_no_circle() -> None:
