@@ -430,7 +430,11 @@ def test_the_client(client: anthropic.Anthropic, served: Served) -> None:
     assert raw[0] == "message_start" and raw[-1] == "message_stop"
     (card, _) = client.models.list()
     assert card == client.models.retrieve(NAME)
-    assert card.display_name == NAME and card.created_at.timestamp() > 0
+    assert (
+        card.lifecycle == "active"
+        and card.display_name == NAME
+        and card.created_at.timestamp() > 0
+    )
     count = client.messages.count_tokens(model=NAME, messages=HELLO_BODY["messages"])
     for usage in (found.usage, streamed.usage, beta.usage):
         assert input_tokens(usage.to_dict()) == count.input_tokens

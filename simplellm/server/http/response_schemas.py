@@ -130,6 +130,7 @@ MODEL = object_of(
     object=one("model"),
     type=one("model"),
     display_name=TEXT,
+    lifecycle=one("active"),
     created=COUNT,
     created_at=TEXT,
     owned_by=TEXT,

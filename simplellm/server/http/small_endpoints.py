@@ -25,6 +25,7 @@ def model_card(call: Call, name: str) -> dict[str, Any]:
         "object": "model",
         "type": "model",
         "display_name": name,
+        "lifecycle": "active",
         "created": created,
         "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
         "owned_by": "simplellm",
