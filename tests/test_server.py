@@ -107,6 +107,14 @@ def test_logprobs_of_a_completion(served: Served) -> None:
         for name, values in event["choices"][0]["logprobs"].items():
             joined[name] += values
     assert joined == logprobs
+    body |= {"return_tokens_as_token_ids": True, "seed": 3}
+    (named,) = served.post(COMPLETE, body).json()["choices"]
+    names = [f"token_id:{id}" for id in choice["token_ids"]]
+    assert named["logprobs"]["tokens"] == names
+    assert all(
+        name in top and all(other.startswith("token_id:") for other in top)
+        for name, top in zip(names, named["logprobs"]["top_logprobs"], strict=True)
+    )
 
 
 def assert_alike(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
@@ -334,6 +342,11 @@ def test_logprobs_of_a_chat(served: Served) -> None:
         for entry in (choice["logprobs"] or {"content": []})["content"]
     ]
     assert streamed == content
+    with said(served, ANSWER):
+        body |= {"return_tokens_as_token_ids": True}
+        (choice,) = served.post(CHAT, body).json()["choices"]
+    names = [f"token_id:{id}" for id in TOKENIZER.encode(ANSWER, special=True)]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == names
 
 
 def test_stop_strings(served: Served) -> None:

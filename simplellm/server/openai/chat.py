@@ -76,7 +76,8 @@ class Chat(Generation):
     def logprobs(self, part: Delta | ChatChoice) -> dict[str, Any] | None:
         """The log-probabilities of a part or a choice, if the body asks for them."""
         entries = part.logprobs if self.body.logprobs else None
-        return chat_logprobs(entries, self.tokenizer)
+        as_ids = self.body.return_tokens_as_token_ids
+        return chat_logprobs(entries, self.tokenizer, as_ids=as_ids)
 
     def reason(self, end: ChatChoice) -> str | None:
         """The finish_reason, which the older form calls "function_call"."""

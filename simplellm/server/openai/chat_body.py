@@ -74,6 +74,8 @@ class ChatBody(LabeledBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
     """Reasoning included; None: as many as there is room for."""
     logprobs: bool = False
+    return_tokens_as_token_ids: bool = False
+    """As vLLM has it: log-probabilities name tokens by their ids."""
     continue_final_message: bool = False
     """The model goes on with the last message, the beginning of its own answer."""
 

@@ -57,6 +57,8 @@ class CompletionBody(SampledBody):
     parse_special: bool | None = None
     """Whether names of control tokens in a text are these, as llama.cpp has it."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_tokens_as_token_ids: bool = False
+    """As vLLM has it: log-probabilities name tokens by their ids."""
 
     @classmethod
     def apply_aliases(
@@ -116,7 +118,11 @@ class Completion(Generation):
         if body.logprobs is not None:
             tokenizer, skip = input_processor.need_tokenizer(), requests[0].params
             self.logprobs = [
-                LegacyLogprobs(tokenizer, skip_special=skip.skip_special_tokens)
+                LegacyLogprobs(
+                    tokenizer,
+                    skip_special=skip.skip_special_tokens,
+                    as_ids=body.return_tokens_as_token_ids,
+                )
                 for _ in range(len(requests) * body.n)
             ]
 

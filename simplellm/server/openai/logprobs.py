@@ -1,7 +1,8 @@
 """Log-probabilities in the two forms that OpenAI has, for chats and for completions."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from simplellm.base.request import TokenLogprobs
@@ -10,8 +11,16 @@ from simplellm.text.tokenizer import Tokenizer
 LEAST = -9999.0  # stands for minus infinity, which JSON can't spell
 
 
+def id_name(token: int) -> str:
+    """A token as vLLM writes it where return_tokens_as_token_ids asks for ids."""
+    return f"token_id:{token}"
+
+
 def chat_logprobs(
-    entries: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer
+    entries: Sequence[TokenLogprobs] | None,
+    tokenizer: Tokenizer,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any] | None:
     """The logprobs of a chat: of all tokens, also of control tokens and reasoning."""
     if entries is None:
@@ -20,7 +29,7 @@ def chat_logprobs(
     def one(token: int, logprob: float) -> dict[str, Any]:
         spelled = tokenizer.token_bytes(token)
         return {
-            "token": spelled.decode(errors="replace"),
+            "token": id_name(token) if as_ids else spelled.decode(errors="replace"),
             "logprob": max(logprob, LEAST),
             "bytes": list(spelled),
         }
@@ -74,8 +83,12 @@ class LegacyLogprobs:
     character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, as_ids: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
+        by_text = partial(token_name, tokenizer=tokenizer)
+        self.name: Callable[[int], str] = id_name if as_ids else by_text
         self.skip_special = skip_special  # whether control tokens are no text
         self.offset = 0
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -102,8 +115,8 @@ class LegacyLogprobs:
             if entry is not None:
                 logprob = max(entry.logprob, LEAST)
                 pairs = [*entry.top, (token, logprob)]
-                named = {token_name(t, self.tokenizer): max(p, LEAST) for t, p in pairs}
-            columns["tokens"].append(token_name(token, self.tokenizer))
+                named = {self.name(t): max(p, LEAST) for t, p in pairs}
+            columns["tokens"].append(self.name(token))
             columns["token_logprobs"].append(logprob)
             columns["top_logprobs"].append(named)
             columns["text_offset"].append(self.offset)
