@@ -219,9 +219,11 @@ def test_the_same_tokens_as_in_one_process(near: LLM, far: LLM, case: str) -> No
         )
 
 
-def test_grammars(near: LLM, far: LLM) -> None:
+@pytest.mark.parametrize("rules", [{}, {"bad_words": ["ab"], "min_tokens": 2}])
+def test_grammars(near: LLM, far: LLM, rules: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     options: dict[str, Any] = {"structured_outputs": {"regex": "[ab]{3}"}, "seed": 4}
+    options |= rules
     texts = [
         [o.text for o in llm.generate(["x", "y"], n=2, **options).result(PATIENCE)]
         for llm in (near, far)

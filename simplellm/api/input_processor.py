@@ -297,7 +297,8 @@ class InputProcessor:
             deadline=deadline,
         )
         if params.restricts:
-            choices = AllowedTokens(spec.sample(), self.config.vocab_size)
+            free = replace(spec, grammar=None)  # which may be in another process
+            choices = AllowedTokens(free.sample(), self.config.vocab_size)
             left = choices.bits(params.min_tokens > 0, ()).any()
             name = "the tokens that allowed_token_ids, bad_words and min_tokens leave"
             expect(left, name, 0, "at least one", param="allowed_token_ids")
