@@ -32,7 +32,7 @@ To add an endpoint, write one file:
    ``begin`` and ``end``. An event with a "type" gets an ``event:`` line.
 4. A list of `Endpoint` records, with a name of its own, added to ENDPOINTS in app.py.
    ``form`` is how errors look there, if not as OpenAI's; ``open`` says that it needs no
-   key.
+   key, and the first line of its handler's docstring is its summary at /docs.
 
 It inherits the rest: limits, request ids, disconnects, slow readers, time limit, drain,
 metrics and the access log.

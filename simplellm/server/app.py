@@ -9,7 +9,6 @@ import uuid
 from collections import defaultdict
 from datetime import UTC, datetime
 from reprlib import repr as short
-from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -30,8 +29,8 @@ from simplellm.server.http.endpoint import (
     as_json,
 )
 from simplellm.server.http.errors import APIError, as_api_error, openai_form
-from simplellm.server.http.live_view import live_endpoints
-from simplellm.server.http.openapi import document_endpoints
+from simplellm.server.http.live_view import SnapshotPoller
+from simplellm.server.http.openapi import openapi
 from simplellm.server.openai import chat, completions, responses
 
 ACCESS = logging.getLogger("simplellm.access")
@@ -181,38 +180,32 @@ def keys_equal(given: str, key: str) -> bool:
     return hmac.compare_digest(*digests)
 
 
-def route_of(path: str, endpoints: list[Endpoint]) -> Route:
-    """One path and its methods."""
-    methods = {endpoint.method: endpoint for endpoint in endpoints}
+class Methods(dict[str, Endpoint]):
+    """The endpoints of a path, by method, as an ASGI application.
 
-    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+    Starlette would take a function of three arguments for another kind.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         call: Call = scope["call"]
         call.request = HTTPRequest(scope, receive)
-        await methods[method].respond(call, scope, receive, send)
-
-    return Route(path, PlainASGI(respond), methods=list(methods))
-
-
-class PlainASGI:
-    """Keeps Starlette from taking a function of three arguments for another kind."""
-
-    def __init__(self, respond: Any) -> None:
-        self.respond = respond
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.respond(scope, receive, send)
+        await self[method].respond(call, scope, receive, send)
 
 
 def make_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI application."""
-    endpoints = [*ENDPOINTS]
-    endpoints += document_endpoints(service, endpoints)
-    endpoints += [*live_endpoints(service), *page.FILES]  # which aren't documented
-    by_path: dict[str, list[Endpoint]] = defaultdict(list)
+    document, live = openapi(service, ENDPOINTS), SnapshotPoller(service).answer
+    endpoints = [
+        *ENDPOINTS,  # and those that aren't documented
+        Endpoint("GET", "/openapi.json", lambda _: document, open=True),
+        Endpoint("GET", "/live", live),
+        *page.FILES,
+    ]
+    paths: dict[str, Methods] = defaultdict(Methods)
     for endpoint in endpoints:
-        by_path[endpoint.path].append(endpoint)
-    routes = [route_of(path, those) for path, those in by_path.items()]
+        paths[endpoint.path][endpoint.method] = endpoint
+    routes = [Route(path, to, methods=[*to]) for path, to in paths.items()]
     router = Router(routes, redirect_slashes=False)
     app = RequestMiddleware(router, service, endpoints)
     if not service.allowed_origins:

@@ -233,19 +233,19 @@ def count_message_tokens(call: Call) -> dict[str, Any]:
 
 MESSAGES = [
     Endpoint(
-        path="/v1/messages",
-        handler=AnthropicMessage,
+        "POST",
+        "/v1/messages",
+        AnthropicMessage,
         body=MessageBody,
         result=response_schemas.ANTHROPIC_MESSAGE,
         form=anthropic_form,
-        summary="The assistant's next turn, as Anthropic's clients ask for it.",
     ),
     Endpoint(
-        path="/v1/messages/count_tokens",
-        handler=count_message_tokens,
+        "POST",
+        "/v1/messages/count_tokens",
+        count_message_tokens,
         result=response_schemas.INPUT_TOKENS,
         body=CountBody,
         form=anthropic_form,
-        summary="How many tokens such a conversation has.",
     ),
 ]

@@ -16,7 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from reprlib import repr as short
 from typing import Any, ClassVar
 
@@ -221,14 +221,14 @@ class Generation:
         return openai_form(error)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Endpoint:
     """One method of one path."""
 
+    method: str
     path: str
     handler: Callable[[Call], Any]  # a dict, a Response, a Generation, or awaits one
-    summary: str
-    method: str = "POST"
+    _: KW_ONLY
     body: type[Body] | None = None
     # One for what stands behind the "?"; None: whatever stands there means nothing.
     query: type[Body] | None = None
@@ -236,6 +236,11 @@ class Endpoint:
     media: str = "application/json"  # what it answers with, streams aside
     result: Mapping[str, Any] = field(default_factory=dict)  # its JSON schema
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
+
+    @property
+    def summary(self) -> str:
+        """What its handler says of itself in one line."""
+        return (inspect.getdoc(self.handler) or "").partition("\n")[0]
 
     async def respond(
         self, call: Call, scope: Scope, receive: Receive, send: Send

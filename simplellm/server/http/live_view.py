@@ -20,7 +20,6 @@ from simplellm.engine.snapshot import Snapshot
 from simplellm.server.http import sse
 from simplellm.server.http.endpoint import (
     Call,
-    Endpoint,
     Service,
     response_body,
     response_start,
@@ -164,15 +163,3 @@ class View(Response):
 
         marks = {name: [*map(marked, seen[name])] for name in ("running", "waiting")}
         return {**seen, **marks}
-
-
-def live_endpoints(service: Service) -> list[Endpoint]:
-    """The endpoints of /live for one server."""
-    return [
-        Endpoint(
-            method="GET",
-            path="/live",
-            handler=SnapshotPoller(service).answer,
-            summary="The engine at work, for the page at /.",
-        )
-    ]

@@ -11,7 +11,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from simplellm import __version__
 from simplellm.server.http.bodies import Body, SampledBody, Sampling
-from simplellm.server.http.endpoint import Call, Endpoint, Service
+from simplellm.server.http.endpoint import Endpoint, Service
 from simplellm.server.http.errors import anthropic_form, openai_form
 from simplellm.server.http.response_schemas import TEXT, TEXT_OR_NULL, object_of, one
 
@@ -193,23 +193,3 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
-
-
-def document_endpoints(
-    service: Service, endpoints: Sequence[Endpoint]
-) -> list[Endpoint]:
-    """The endpoint of the OpenAPI document of ``endpoints``."""
-    document = openapi(service, endpoints)
-
-    def get_document(call: Call) -> dict[str, Any]:
-        return document
-
-    return [
-        Endpoint(
-            method="GET",
-            path="/openapi.json",
-            handler=get_document,
-            open=True,
-            summary="This document.",
-        ),
-    ]

@@ -35,11 +35,13 @@ def model_card(call: Call, name: str) -> dict[str, Any]:
 
 
 def list_models(call: Call) -> dict[str, Any]:
+    """The names that the model goes by."""
     cards = [model_card(call, name) for name in call.service.names]
     return {"object": "list", "data": cards, "has_more": False}
 
 
 def get_model(call: Call) -> dict[str, Any]:
+    """The model by one of its names."""
     name = call.request.path_params["model"]
     return model_card(call, call.service.check_model(name))
 
@@ -132,53 +134,30 @@ def health(call: Call) -> dict[str, Any]:
 
 
 async def metrics(call: Call) -> Response:
+    """Counts and times, for Prometheus."""
     text = await run_in_threadpool(call.service.metrics.text)
     return Response(text, headers={"content-type": PROMETHEUS})
 
 
 SMALL_ENDPOINTS = [
+    Endpoint("GET", "/v1/models", list_models, result=response_schemas.MODEL_LIST),
     Endpoint(
-        method="GET",
-        path="/v1/models",
-        handler=list_models,
-        result=response_schemas.MODEL_LIST,
-        summary="The names that the model goes by.",
+        "GET", "/v1/models/{model:path}", get_model, result=response_schemas.MODEL
     ),
     Endpoint(
-        method="GET",
-        path="/v1/models/{model:path}",
-        handler=get_model,
-        result=response_schemas.MODEL,
-        summary="One of them.",
-    ),
-    Endpoint(
-        path="/tokenize",
-        handler=tokenize,
+        "POST",
+        "/tokenize",
+        tokenize,
         result=response_schemas.TOKEN_LIST,
         body=TokenizeBody,
-        summary="The token ids of a prompt or a chat.",
     ),
     Endpoint(
-        path="/detokenize",
-        handler=detokenize,
+        "POST",
+        "/detokenize",
+        detokenize,
         result=response_schemas.PROMPT,
         body=DetokenizeBody,
-        summary="The text of token ids.",
     ),
-    Endpoint(
-        method="GET",
-        path="/health",
-        handler=health,
-        result=response_schemas.HEALTH,
-        open=True,
-        summary="Whether the model can be asked: 503 if it can't.",
-    ),
-    Endpoint(
-        method="GET",
-        path="/metrics",
-        handler=metrics,
-        open=True,
-        media="text/plain",
-        summary="Counts and times, for Prometheus.",
-    ),
+    Endpoint("GET", "/health", health, result=response_schemas.HEALTH, open=True),
+    Endpoint("GET", "/metrics", metrics, open=True, media="text/plain"),
 ]

@@ -23,7 +23,7 @@ from simplellm.text.harmony import Delta
 
 
 class Chat(Generation):
-    """Some choices of the assistant's next turn."""
+    """The assistant's next turn in a conversation, in one or more choices."""
 
     def __init__(self, call: Call) -> None:
         body: ChatBody = call.body
@@ -151,10 +151,10 @@ class Chat(Generation):
 
 CHATS = [
     Endpoint(
-        path="/v1/chat/completions",
-        handler=Chat,
+        "POST",
+        "/v1/chat/completions",
+        Chat,
         body=ChatBody,
         result=response_schemas.CHAT,
-        summary="The assistant's next turn in a conversation.",
-    )
+    ),
 ]

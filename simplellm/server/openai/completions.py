@@ -76,7 +76,7 @@ class CompletionBody(SampledBody):
 
 
 class Completion(Generation):
-    """Samples of some prompts, as text."""
+    """Text that continues prompts, which are texts or token ids."""
 
     def __init__(self, call: Call) -> None:
         body: CompletionBody = call.body
@@ -229,10 +229,10 @@ class Completion(Generation):
 
 COMPLETIONS = [
     Endpoint(
-        path="/v1/completions",
-        handler=Completion,
+        "POST",
+        "/v1/completions",
+        Completion,
         body=CompletionBody,
         result=response_schemas.COMPLETION,
-        summary="Continue a prompt, text or token ids.",
-    )
+    ),
 ]

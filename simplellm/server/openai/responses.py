@@ -210,7 +210,7 @@ class Response(Generation):
 
 
 def answer_response(call: Call) -> Any:
-    """Start the response that a body asks for.
+    """The assistant's next turn, as items.
 
     A stream whose prompt is too long begins and then fails, as with OpenAI: Codex
     compacts its history at this event, and at no HTTP status.
@@ -306,6 +306,7 @@ class ResponseQuery(Body):
 
 
 def get_response(call: Call) -> dict[str, Any]:
+    """A response that is kept or being written."""
     return named_response(call).now()
 
 
@@ -359,46 +360,31 @@ def list_items(call: Call) -> dict[str, Any]:
 ONE = "/v1/responses/{response}"
 RESPONSES = [
     Endpoint(
-        path="/v1/responses",
-        handler=answer_response,
+        "POST",
+        "/v1/responses",
+        answer_response,
         body=ResponsesBody,
         result=response_schemas.RESPONSE,
-        summary="The assistant's next turn, as items.",
     ),
     Endpoint(
-        path="/v1/responses/input_tokens",
-        handler=count_input_tokens,
+        "POST",
+        "/v1/responses/input_tokens",
+        count_input_tokens,
         body=ResponsesBody,
         result=response_schemas.RESPONSE_INPUT,
-        summary="How many tokens the model would be asked for a response.",
     ),
     Endpoint(
-        method="GET",
-        path=ONE,
-        handler=get_response,
-        query=ResponseQuery,
-        result=response_schemas.RESPONSE,
-        summary="A response that is kept or being written.",
+        "GET", ONE, get_response, query=ResponseQuery, result=response_schemas.RESPONSE
+    ),
+    Endpoint("DELETE", ONE, delete_response, result=response_schemas.DELETED),
+    Endpoint(
+        "POST", f"{ONE}/cancel", cancel_response, result=response_schemas.RESPONSE
     ),
     Endpoint(
-        method="DELETE",
-        path=ONE,
-        handler=delete_response,
-        result=response_schemas.DELETED,
-        summary="Forget a response.",
-    ),
-    Endpoint(
-        path=f"{ONE}/cancel",
-        handler=cancel_response,
-        result=response_schemas.RESPONSE,
-        summary="End a response that is being written.",
-    ),
-    Endpoint(
-        method="GET",
-        path=f"{ONE}/input_items",
-        handler=list_items,
+        "GET",
+        f"{ONE}/input_items",
+        list_items,
         query=ItemsQuery,
         result=response_schemas.INPUT_ITEMS,
-        summary="What the model was asked for a response.",
     ),
 ]

@@ -7,15 +7,13 @@ files. `swagger/` holds /docs: Swagger UI, whose large files are stored compress
 
 import gzip
 import hashlib
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.responses import Response
 
 from simplellm.server.http.endpoint import Call, Endpoint
 
-Answer = Callable[[Call], Response]
 FOLDER = Path(__file__).parent
 MEDIA = {
     ".css": "text/css; charset=utf-8",
@@ -40,65 +38,50 @@ SWAGGER_POLICY = (
 )
 FILE_HEADERS = {
     "cache-control": "no-cache",  # kept, and asked for again by its tag
-    "content-security-policy": "; ".join(POLICY),
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
 
 
-def file_answer(path: Path, more: Mapping[str, str]) -> Answer:
-    """An answer that is the file at ``path``, or that the browser has it already.
-
-    A file `NAME.js.gz` is sent as it is to who takes gzip. ``more`` are headers.
-    """
+def file_endpoint(url: str, path: Path, policy: Sequence[str]) -> Endpoint:
+    """The endpoint of the file at ``path``; a file `NAME.js.gz` is compressed."""
     data = path.read_bytes()
-    tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
     packed = path.suffix == ".gz"
-    suffix = Path(path.stem).suffix if packed else path.suffix
-    headers = {**FILE_HEADERS, "content-type": MEDIA[suffix], "etag": tag, **more}
-    return partial(send_file, data=data, headers=headers, packed=packed)
+    headers = {
+        **FILE_HEADERS,
+        "content-security-policy": "; ".join(policy),
+        "content-type": MEDIA[Path(path.stem).suffix if packed else path.suffix],
+        "etag": f'"{hashlib.sha256(data).hexdigest()[:32]}"',
+    }
 
-
-def send_file(
-    call: Call, data: bytes, headers: dict[str, str], packed: bool
-) -> Response:
-    known = call.request.headers.get("if-none-match", "").split(",")
-    if headers["etag"] in (tag.strip().removeprefix("W/") for tag in known):
-        return Response(status_code=304, headers=headers)
-    if packed:
-        headers = headers | {"vary": "accept-encoding"}
+    def answer(call: Call) -> Response:
+        """The file, or that the browser has it already."""
+        known = call.request.headers.get("if-none-match", "").split(",")
+        if headers["etag"] in (tag.strip().removeprefix("W/") for tag in known):
+            return Response(status_code=304, headers=headers)
+        if not packed:
+            return Response(data, headers=headers)
+        varied = headers | {"vary": "accept-encoding"}
         if "gzip" not in call.request.headers.get("accept-encoding", ""):
-            return Response(gzip.decompress(data), headers=headers)
-        headers["content-encoding"] = "gzip"
-    return Response(data, headers=headers)
+            return Response(gzip.decompress(data), headers=varied)
+        return Response(data, headers=varied | {"content-encoding": "gzip"})
+
+    return Endpoint("GET", url, answer, open=True)
 
 
 def files_of(
-    folder: Path, root: str, below: str, summary: str, more: Mapping[str, str]
+    folder: Path, root: str, below: str, policy: Sequence[str]
 ) -> list[Endpoint]:
     """Endpoints for the files of a folder: its page at ``root``, others ``below``."""
-    return [
-        Endpoint(
-            method="GET",
-            path=root
-            if path.stem == "index"
-            else below + path.name.removesuffix(".gz"),
-            handler=file_answer(path, more),
-            open=True,
-            summary=summary,
-        )
+    urls = {
+        path: root if path.stem == "index" else below + path.name.removesuffix(".gz")
         for path in sorted(folder.iterdir())
         if path.suffix in {*MEDIA, ".gz"}
-    ]
+    }
+    return [file_endpoint(url, path, policy) for path, url in urls.items()]
 
 
 FILES = [
-    *files_of(FOLDER, "/", "/page/", "The page at /, or a part of it.", {}),
-    *files_of(
-        FOLDER / "swagger",
-        "/docs",
-        "/docs/",
-        "The OpenAPI document as a page, or a part of it.",
-        {"content-security-policy": "; ".join(SWAGGER_POLICY)},
-    ),
+    *files_of(FOLDER, "/", "/page/", POLICY),
+    *files_of(FOLDER / "swagger", "/docs", "/docs/", SWAGGER_POLICY),
 ]
