@@ -97,20 +97,15 @@ app = typer.Typer(
 )
 
 
-def load_llm(
-    model: str | None,
-    device: str | None,
-    screen: Screen,
-    yes: bool = False,
-    **choices: Any,
-) -> "LLM":
-    """An LLM with its model loaded, whose package is installed first if need be."""
-    ensure_installed(model, yes, screen)
+def load_llm(ctx: typer.Context, screen: Screen) -> "LLM":
+    """The LLM of a command's options; its model's package is installed if need be."""
+    model = ctx.params["model"]
+    ensure_installed(model, ctx.params.get("yes", False), screen)
     with screen.waiting("Starting PyTorch"):
         import simplellm.api.load  # noqa: F401  (which the LLM will ask for)
         from simplellm.api.llm import LLM
-    options = {name: value for name, value in choices.items() if value is not None}
-    return LLM(model, device=device, **options)
+    names = {"device", "dtype", "cache_bytes"} & ctx.params.keys()
+    return LLM(model, **{name: ctx.params[name] for name in names})
 
 
 def options_of(ctx: typer.Context) -> dict[str, Any]:
@@ -159,8 +154,7 @@ def answer_question(
     if not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
     settings = options_of(ctx)
-    choices: dict[str, Any] = {"dtype": dtype, "cache_bytes": cache_bytes}
-    with load_llm(model, device, screen, yes, **choices) as llm:
+    with load_llm(ctx, screen) as llm:
         messages = [*first_messages(developer), {"role": "user", "content": prompt}]
         respond(llm.stream_chat, messages, screen, **settings)
 
@@ -186,8 +180,7 @@ def hold_chat(
     """Answer every line that is typed."""
     screen = Screen()
     settings = options_of(ctx)
-    choices: dict[str, Any] = {"dtype": dtype, "cache_bytes": cache_bytes}
-    with load_llm(model, device, screen, yes, **choices) as llm:
+    with load_llm(ctx, screen) as llm:
 
         def answer(messages: list[dict[str, Any]]) -> None:
             respond(llm.stream_chat, messages, screen, **settings)
@@ -275,7 +268,7 @@ def batch(
         if len(done) < len(requests):
             with needs_extra():
                 from simplellm.apps.offline import answer_line
-            with load_llm(model, device, screen) as llm:
+            with load_llm(ctx, screen) as llm:
                 answer = partial(answer_line, llm, defaults)
                 try:
                     failures = batch_file.answer_all(answer, requests, file, done)

@@ -1,6 +1,7 @@
 """What several commands have in common: the model, where it runs, how it samples."""
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,77 +61,59 @@ Where = Annotated[
     typer.Option(help="Where to run.  [cuda where there is one]"),
 ]
 
-# Headings of a command with many options
+# Options under a heading of the help
 
-MEMORY, SPECULATION = "Memory", "Speculative decoding"
-SEVERAL = "Several GPUs"
+memory_option = partial(typer.Option, rich_help_panel="Memory")
+speculation_option = partial(typer.Option, rich_help_panel="Speculative decoding")
+gpus_option = partial(typer.Option, rich_help_panel="Several GPUs")
 
 Speculative = Annotated[
     str | None,
-    typer.Option(
+    speculation_option(
         metavar="suffix|head|FOLDER",
         help="Guess tokens and check several in a step; the text stays the same. "
         "suffix: from what the text has said before; head: the model's own EAGLE-3 "
         "head, if it has one; or the folder of a head or of a smaller model.",
-        rich_help_panel=SPECULATION,
     ),
 ]
 Drafts = Annotated[
-    int | None,
-    typer.Option(
-        "--num-speculative-tokens",
-        help="Guesses in a step.  [as many as are worth it]",
-        show_default=False,
-        rich_help_panel=SPECULATION,
-    ),
+    int | None, speculation_option(help="Guesses in a step.  [as many as are worth it]")
 ]
 ParallelSize = Annotated[
     int,
-    typer.Option(
-        "--tensor-parallel-size",
-        help="Processes, each with a GPU of its own, that share each weight.",
-        rich_help_panel=SEVERAL,
-    ),
+    gpus_option(help="Processes, each with a GPU of its own, that share each weight."),
 ]
 DataParallelSize = Annotated[
     int,
-    typer.Option(
-        "--data-parallel-size",
+    gpus_option(
         help="Processes, each with a GPU and requests of its own, that share the "
         "experts; --max-num-seqs and --cache-bytes are for each. It needs "
-        "--enable-expert-parallel.",
-        rich_help_panel=SEVERAL,
+        "--enable-expert-parallel."
     ),
 ]
 WholeExperts = Annotated[
     bool,
-    typer.Option(
+    gpus_option(
         "--enable-expert-parallel",
         help="Give each of these processes whole experts, not a slice of each.",
-        rich_help_panel=SEVERAL,
     ),
 ]
 CacheBytes = Annotated[
     int | None,
-    typer.Option(
-        help="Bytes for keys and values.  [what the memory allows]",
-        rich_help_panel=MEMORY,
-    ),
+    memory_option(help="Bytes for keys and values.  [what the memory allows]"),
 ]
 CPUCacheBytes = Annotated[
     int,
-    typer.Option(
+    memory_option(
         help="Bytes of the host's memory for what the cache evicts: prefixes come back "
-        "from there.",
-        rich_help_panel=MEMORY,
+        "from there."
     ),
 ]
 KVCacheDType = Annotated[
     Literal["auto", "fp8"],
-    typer.Option(
+    memory_option(
         help="Number format of keys and values in the cache. fp8: a byte for each "
-        "number, half the memory.",
-        rich_help_panel=MEMORY,
+        "number, half the memory."
     ),
 ]
 DType = Annotated[
@@ -143,8 +126,7 @@ DType = Annotated[
 RandomWeights = Annotated[
     bool,
     typer.Option(
-        "--random-weights",
-        help="Draw the weights at random; a name alone needs this.",
+        "--random-weights", help="Draw the weights at random; a name alone needs this."
     ),
 ]
 Batches = Annotated[str, typer.Option(help="Requests at once, as in 1,8,64.")]

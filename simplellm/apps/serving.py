@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,108 +19,79 @@ if TYPE_CHECKING:
     from simplellm.server.remote.client import RemoteClient
 
 MAX_REPLICAS = 64
-NETWORK, OPERATION = "Network and access", "Operation"  # headings of the help
+network_option = partial(typer.Option, rich_help_panel="Network and access")
+operation_option = partial(typer.Option, rich_help_panel="Operation")
 EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
 
-Host = Annotated[
-    str, typer.Option(help="Address to listen on.", rich_help_panel=NETWORK)
-]
+Host = Annotated[str, network_option(help="Address to listen on.")]
 Port = Annotated[
     int,
-    typer.Option(
-        metavar="<int>",
-        help="Its port; 0 takes a free one.",
-        min=0,
-        max=65535,
-        rich_help_panel=NETWORK,
+    network_option(
+        metavar="<int>", help="Its port; 0 takes a free one.", min=0, max=65535
     ),
 ]
 Key = Annotated[
     str | None,
-    typer.Option(
+    network_option(
         envvar="SIMPLELLM_API_KEY",
         help="The key that clients must send. Prefer the environment variable "
         "SIMPLELLM_API_KEY: other users of this machine can see command lines.",
         show_envvar=False,
-        rich_help_panel=NETWORK,
     ),
 ]
 Names = Annotated[
     list[str] | None,
     typer.Option(help="What clients call the model; may be repeated.  [its name]"),
 ]
-Seqs = Annotated[
-    int | None,
-    typer.Option(help="Requests that run at once.", rich_help_panel=options.MEMORY),
-]
+Seqs = Annotated[int | None, options.memory_option(help="Requests that run at once.")]
 Length = Annotated[
     int | None,
-    typer.Option(
-        "--max-model-len",
-        help="Tokens of a prompt and its answer, at most.  [the model's own limit]",
-        rich_help_panel=options.MEMORY,
+    options.memory_option(
+        help="Tokens of a prompt and its answer, at most.  [the model's own limit]"
     ),
 ]
 Engines = Annotated[
     int | None,
-    typer.Option(
-        "--replicas",
+    options.gpus_option(
         metavar="<int>",
         help="Number of engines, each on a GPU of its own or all on the CPU; "
         "--max-num-seqs is for each.  [one engine]",
         min=1,
         max=MAX_REPLICAS,
-        rich_help_panel=options.SEVERAL,
-        show_default=False,
     ),
 ]
-Timeout = Annotated[
-    float,
-    typer.Option(help="Seconds that a request may take.", rich_help_panel=OPERATION),
-]
+Timeout = Annotated[float, operation_option(help="Seconds that a request may take.")]
 Grace = Annotated[
-    float,
-    typer.Option(
-        help="Seconds that running requests get at shutdown.", rich_help_panel=OPERATION
-    ),
+    float, operation_option(help="Seconds that running requests get at shutdown.")
 ]
 Watchdog = Annotated[
     float,
-    typer.Option(
+    operation_option(
         help="Seconds for which an engine may be silent, or finish no step though it "
-        "has requests; then it is killed.",
-        rich_help_panel=OPERATION,
+        "has requests; then it is killed."
     ),
 ]
 LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"],
-    typer.Option(help="What to log.", rich_help_panel=OPERATION),
+    Literal["debug", "info", "warning", "error"], operation_option(help="What to log.")
 ]
 AccessLog = Annotated[
     Literal["off", "requests", "prompts"],
-    typer.Option(
-        help="A JSON line for each request; its body too with prompts.",
-        rich_help_panel=OPERATION,
-    ),
+    operation_option(help="A JSON line for each request; its body too with prompts."),
 ]
 Strict = Annotated[
     bool,
-    typer.Option(
+    network_option(
         "--strict",
         help="Refuse parameters that this server doesn't know or do, also where they "
         "are hints.",
-        rich_help_panel=NETWORK,
     ),
 ]
 Origins = Annotated[
     list[str] | None,
-    typer.Option(
-        "--allowed-origins",
+    network_option(
         metavar="ORIGIN",
         help="Pages in browsers that may ask, such as https://example.org, or '*' for "
         "all; may be repeated.  [none]",
-        rich_help_panel=NETWORK,
-        show_default=False,
     ),
 ]
 
@@ -168,7 +140,9 @@ def serve_model(
     """
     names = {field.name for field in fields(EngineConfig)} & ctx.params.keys()
     config = EngineConfig(**{name: ctx.params[name] for name in names})
-    check_seconds(timeout, grace, watchdog_timeout)
+    check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
+    check_number("--grace", grace, float, 0, MAX_SIZE)
+    check_number("--watchdog-timeout", watchdog_timeout, float, 5, MAX_SIZE)
     settings = Options(
         names=served_model_name or [served_name(model)],
         key=api_key,
@@ -203,13 +177,6 @@ def needs_extra() -> Iterator[None]:
             f"{error.name} is not installed; expected what "
             "pip install 'simplellm[serve]' brings"
         ) from None
-
-
-def check_seconds(timeout: float, grace: float, watchdog_timeout: float) -> None:
-    """Raise ValueError for options that nothing can wait for."""
-    check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
-    check_number("--grace", grace, float, 0, MAX_SIZE)
-    check_number("--watchdog-timeout", watchdog_timeout, float, 5, MAX_SIZE)
 
 
 def start_engine(
