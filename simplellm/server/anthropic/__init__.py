@@ -1,2 +1,2 @@
 """Anthropic's interface: `messages.py` answers, `messages_body.py` reads what is asked,
-with the messages of `blocks.py` and the tools of `client_tools.py`."""
+with the messages of `blocks.py`."""

@@ -19,7 +19,6 @@ from simplellm.server.anthropic.blocks import (
     text_in,
     with_role,
 )
-from simplellm.server.anthropic.client_tools import CUSTOM_TOOL, built_in
 from simplellm.server.http.bodies import (
     NOT_HERE,
     SHARED_UNSUPPORTED,
@@ -33,7 +32,7 @@ from simplellm.server.http.bodies import (
     refuse,
 )
 from simplellm.server.http.errors import APIError
-from simplellm.server.http.response_schemas import list_of
+from simplellm.server.http.response_schemas import FLAG, TEXT, list_of
 from simplellm.server.openai.chat_messages import refuse_unread
 from simplellm.server.openai.tools import ClientTools, flatten_tool, shown_name
 from simplellm.text.dialects.dialect import Dialect
@@ -46,6 +45,45 @@ READABLE = ("text", "tool_result", *DOCUMENTS)  # blocks that a user may have al
 OUTPUT_FORMAT = an_object(
     *("type", "schema"), type={"enum": ["json_schema"]}, schema={"type": "object"}
 )
+CUSTOM_TOOL = an_object(
+    "name",
+    name=TEXT,
+    input_schema={"type": "object"},
+    strict={"type": ["boolean", "null"]},
+)
+# Tools of Anthropic's that a client runs, by how their types begin.
+FILE_CHANGES = {"file_text": TEXT, "old_str": TEXT, "new_str": TEXT}
+FILE_CHANGES |= {"insert_line": {"type": "integer"}, "insert_text": TEXT}
+BUILT_IN_TOOLS: dict[str, dict[str, Any]] = {
+    "bash_": {
+        "description": "Runs a command in a shell that stays open.",
+        "input_schema": an_object("command", command=TEXT, restart=FLAG),
+    },
+    "text_editor_": {
+        "description": "Views and edits files. The commands are view, create "
+        "(file_text), str_replace (old_str, new_str) and insert (insert_line, "
+        "insert_text).",
+        "input_schema": an_object(
+            *("command", "path"),
+            command=TEXT,
+            path=TEXT,
+            **FILE_CHANGES,
+            view_range={"type": "array"},
+        ),
+    },
+    "memory_": {
+        "description": "Keeps notes as files under /memories. The commands are view, "
+        "create, str_replace, insert, delete and rename.",
+        "input_schema": an_object(
+            "command",
+            command=TEXT,
+            path=TEXT,
+            **FILE_CHANGES,
+            old_path=TEXT,
+            new_path=TEXT,
+        ),
+    },
+}
 CONVERSATION_UNSUPPORTED = {
     "container": Unsupported(NOT_HERE, hint=True),
     "context_management": Unsupported(NOT_HERE, ({"edits": []},), hint=True),
@@ -272,6 +310,13 @@ class MessageBody(CountBody, SampledBody):
         limits = MAX_STOPS, MAX_STOP_CHARACTERS
         as_texts("stop_sequences", self.stop_sequences, *limits)
         return self
+
+
+def built_in(kind: str) -> dict[str, Any] | None:
+    """The function for a tool of Anthropic's that clients run; None for other tools."""
+    return next(
+        (t for name, t in BUILT_IN_TOOLS.items() if kind.startswith(name)), None
+    )
 
 
 def with_output(data: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import inspect
 import logging
 import re
 import time
-import uuid
 import zlib
 from collections.abc import (
     AsyncGenerator,
@@ -310,11 +309,6 @@ def as_json(
 ) -> Response:
     """A response of plain data."""
     return Response(orjson.dumps(data), status, headers, "application/json")
-
-
-def new_id(kind: str) -> str:
-    """A unique id for something of this ``kind``."""
-    return f"{kind}-{uuid.uuid4().hex}"
 
 
 async def receive_json(request: HTTPRequest, seconds: float) -> bytes:

@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -74,13 +75,8 @@ def trim_snapshot(snapshot: Snapshot) -> dict[str, Any]:
 
 def first_pages(table: list[int], most: int) -> dict[str, int]:
     """The first ``most`` pages of a table, without freed ones, by their indices."""
-    pages: dict[str, int] = {}
-    for index, page in enumerate(table):
-        if page >= 0:
-            pages[str(index)] = page
-            if len(pages) == most:
-                break
-    return pages
+    kept = ((str(index), page) for index, page in enumerate(table) if page >= 0)
+    return dict(islice(kept, most))
 
 
 class SnapshotPoller:

@@ -125,18 +125,17 @@ class ServerMetrics:
             stats = self.llm.stats()
         except EngineError:
             return
+        usage = stats.cache_usage
         gauges = {
             "num_requests_running": ("Requests that run.", stats.running),
             "num_requests_waiting": ("Requests that wait.", stats.waiting),
-            "kv_cache_usage_perc": (
-                "Used share of the cache, 1 is all.",
-                stats.cache_usage,
-            ),
+            "kv_cache_usage_perc": ("Used share of the cache, 1 is all.", usage),
         }
         for name, (about, value) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, about, labels=LABELS)
             gauge.add_metric(self.labels, value)
             yield gauge
+        drafted, right = stats.draft_tokens, stats.accepted_tokens  # by position
         counts = {
             "num_preemptions": ("Requests put back in line.", stats.preemptions),
             "generation_tokens": ("Generated tokens.", stats.generated_tokens),
@@ -148,14 +147,8 @@ class ServerMetrics:
                 stats.loaded_tokens,
             ),
             "spec_decode_num_drafts": ("Times that drafts were checked.", stats.drafts),
-            "spec_decode_num_draft_tokens": (
-                "Checked drafts.",
-                sum(stats.draft_tokens.values()),
-            ),
-            "spec_decode_num_accepted_tokens": (
-                "Drafts that were right.",
-                sum(stats.accepted_tokens.values()),
-            ),
+            "spec_decode_num_draft_tokens": ("Checked drafts.", sum(drafted.values())),
+            "spec_decode_num_accepted_tokens": ("Right drafts.", sum(right.values())),
             "request_refused": ("Requests that found the queue full.", stats.refused),
         }
         for name, (about, value) in counts.items():
@@ -175,7 +168,7 @@ class ServerMetrics:
             about,
             labels=(*LABELS, "position"),
         )
-        for position, count in stats.accepted_tokens.items():
+        for position, count in right.items():
             accepted.add_metric((*self.labels, str(int(position) - 1)), count)
         yield accepted
 

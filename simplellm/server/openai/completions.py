@@ -1,6 +1,7 @@
 """/v1/completions: continues a prompt as it stands."""
 
 import time
+import uuid
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -22,13 +23,7 @@ from simplellm.server.http.bodies import (
     checked_samples,
     refuse,
 )
-from simplellm.server.http.endpoint import (
-    Call,
-    Endpoint,
-    Generation,
-    new_id,
-    usage_fields,
-)
+from simplellm.server.http.endpoint import Call, Endpoint, Generation, usage_fields
 from simplellm.server.openai.chat_body import with_format
 from simplellm.server.openai.logprobs import LegacyLogprobs, prompt_logprobs
 
@@ -109,7 +104,7 @@ class Completion(Generation):
             checked_samples(requests, body.n), n=body.n, chat=False, stream=body.stream
         )
         self.body = body
-        self.id, self.created = new_id("cmpl"), int(time.time())
+        self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self.echoes = [""] * len(requests)  # what stands in front of the texts
         if body.echo:
             decode = input_processor.need_tokenizer().decode

@@ -42,23 +42,6 @@ Item = dict[str, Any]  # as it is kept
 # Types of parts that are text.
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "refusal")
 MAX_UNKNOWN_CHARS = 500  # characters of an item that nobody here knows
-# Kinds of items, and how their ids begin.
-PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-    "local_shell_call": "lsh",
-    "local_shell_call_output": "lsho",
-    "shell_call": "sh",
-    "shell_call_output": "sho",
-    "apply_patch_call": "apc",
-    "apply_patch_call_output": "apco",
-    "additional_tools": "at",
-    "tool_search_output": "tso",
-}
 # The items of calls, and of what came of them, with the types of their tools.
 CALLS = {
     "function_call": "function",
@@ -69,6 +52,11 @@ CALLS = {
 }
 CALL_OF_KIND = {kind: name for name, kind in CALLS.items()}
 OUTPUTS = {f"{name}_output": kind for name, kind in CALLS.items()}
+# Kinds of items, and how their ids begin.
+PREFIXES = dict(zip(CALLS, ("fc", "ctc", "lsh", "sh", "apc"), strict=True))
+PREFIXES |= {f"{name}_output": f"{prefix}o" for name, prefix in PREFIXES.items()}
+PREFIXES |= {"message": "msg", "reasoning": "rs"}
+PREFIXES |= {"additional_tools": "at", "tool_search_output": "tso"}
 
 
 def text_part(text: str, *, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
@@ -289,15 +277,8 @@ class ItemReference(Part):
 
 
 ITEMS: tuple[type[Part], ...] = (
-    *(
-        InputMessage,
-        InputReasoning,
-        FunctionCall,
-        CustomCall,
-        LocalShellCall,
-        ShellCall,
-    ),
-    *(ApplyPatchCall, CallOutput, InputTools, ItemReference),
+    *(InputMessage, InputReasoning, FunctionCall, CustomCall, LocalShellCall),
+    *(ShellCall, ApplyPatchCall, CallOutput, InputTools, ItemReference),
 )
 ITEM_TYPES = [kind for model in ITEMS for kind in types_of(model, "type")]
 

@@ -14,32 +14,23 @@ from typing import Any
 
 from simplellm.base.config import expect, expect_type, parse_object
 from simplellm.server.http.bodies import Unsupported, refuse
+from simplellm.server.http.response_schemas import TEXT, object_of
 from simplellm.text.harmony.openai import function_name
 
 
 def text_arguments(**described: str) -> dict[str, Any]:
     """The JSON schema of an object whose properties are strings."""
-    texts = {
-        name: {"type": "string", "description": d} for name, d in described.items()
-    }
-    return {
-        "type": "object",
-        "properties": texts,
-        "required": [*texts],
-        "additionalProperties": False,
-    }
+    return object_of(**{n: TEXT | {"description": d} for n, d in described.items()})
 
 
 # Tools of OpenAI's without parameters of their own, as functions for the model.
+SHELL = {
+    "description": "Runs a command in bash.",
+    "parameters": text_arguments(command="The command."),
+}
 BUILT_IN: dict[str, dict[str, Any]] = {
-    "local_shell": {
-        "description": "Runs a command in bash.",
-        "parameters": text_arguments(command="The command."),
-    },
-    "shell": {
-        "description": "Runs a command in bash.",
-        "parameters": text_arguments(command="The command."),
-    },
+    "local_shell": SHELL,
+    "shell": SHELL,
     "apply_patch": {
         "description": "Creates, updates or deletes a file.",
         "parameters": text_arguments(
