@@ -28,6 +28,7 @@ from simplellm.server.app import ENDPOINTS, make_app
 from simplellm.server.http.endpoint import Service
 from simplellm.server.http.openapi import openapi
 from simplellm.server.serve import DrainingServer, TimelyConnection
+from simplellm.server.start import Options
 
 NAME = "tiny"
 STEP = 0.02  # seconds, where steps are slow
@@ -109,8 +110,8 @@ def events_of(text: str, *, done: bool = True) -> list[dict[str, Any]]:
 
 @contextmanager
 def serving(llm: LLM, *, grace: float = 5.0, **options: Any) -> Iterator[Served]:
-    """A server of ``llm``; ``options`` are those of `Service`."""
-    service = Service(llm, [NAME, "alias"], **options)
+    """A server of ``llm``; ``options`` are `Options`."""
+    service = Service(llm, Options([NAME, "alias"], **options))
     config = uvicorn.Config(
         make_app(service),
         http=TimelyConnection,

@@ -857,13 +857,13 @@ def test_request_ids_go_through(served: Served) -> None:
     assert answer.headers["x-request-id"] == "lost"
 
 
-@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("access_log", ["requests", "prompts"])
 def test_the_access_log(
-    served: Served, caplog: pytest.LogCaptureFixture, prompts: bool
+    served: Served, caplog: pytest.LogCaptureFixture, access_log: str
 ) -> None:
     """A line for each request; what a client wrote is in none, unless asked for."""
     caplog.set_level(logging.INFO, "simplellm.access")
-    with serving(served.service.llm, log_prompts=prompts) as other:
+    with serving(served.service.llm, access_log=access_log) as other:
         other.post(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
         until(lambda: len(caplog.messages) == 1)  # a line comes behind the answer
         other.post(COMPLETE, {"prompt": {"a": "secret"}})
@@ -878,7 +878,7 @@ def test_the_access_log(
     assert lines[0]["completion_tokens"] == lines[2]["completion_tokens"] == 2
     assert lines[1]["param"] == "prompt"
     assert all(line["seconds"] >= 0 and line["request_id"] for line in lines)
-    assert ("secret" in "".join(caplog.messages)) == prompts
+    assert ("secret" in "".join(caplog.messages)) == (access_log == "prompts")
 
 
 def test_a_full_queue(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ from simplellm.server.anthropic.messages import (
 from simplellm.server.app import make_app
 from simplellm.server.http.endpoint import Call, Service
 from simplellm.server.http.errors import APIError
+from simplellm.server.start import Options
 from simplellm.text.harmony import Delta, is_call, parse
 
 PATH = "/v1/messages"
@@ -838,7 +839,7 @@ def babble_through(llm: LLM, first: int, count: int) -> None:
     """Messages of many seeds at once; then nothing is left in the engine."""
 
     async def main() -> None:
-        app: Any = make_app(Service(llm, [NAME]))
+        app: Any = make_app(Service(llm, Options([NAME])))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://x"

@@ -158,7 +158,10 @@ def ask(chromium: Browser, question: str) -> None:
 
 def test_a_question_is_answered(chromium: Browser, served: Served) -> None:
     opened(chromium, served)
-    assert chromium.evaluate("model.textContent") == f"model: {served.service.names[0]}"
+    assert (
+        chromium.evaluate("model.textContent")
+        == f"model: {served.service.options.names[0]}"
+    )
     with saying(served.service.llm, ANSWER.format("132")):
         ask(chromium, "What is 47 + 85?")
         chromium.wait(NOTE)
@@ -207,7 +210,8 @@ def test_an_empty_chat_says_what_can_be_asked(
     assert not chromium.evaluate("greeting.hidden")
     # The embedded model knows little, and says what.
     assert "999" not in chromium.evaluate("greeting.textContent")
-    monkeypatch.setattr(served.service, "names", (EMBEDDED_NAME,))
+    named = replace(served.service.options, names=[EMBEDDED_NAME])
+    monkeypatch.setattr(served.service, "options", named)
     opened(chromium, served)
     assert "999" in chromium.evaluate("greeting.textContent")
     assert chromium.errors == []
@@ -368,7 +372,7 @@ def test_the_key_is_asked_for(chromium: Browser, served: Served, key: str) -> No
         assert chromium.evaluate(kept) == [0, 0, ""]
         assert key not in chromium.evaluate("document.documentElement.outerHTML")
         # After a change of the key it is asked for again.
-        locked.service.key = "another"
+        locked.service.options = replace(locked.service.options, key="another")
         ask(chromium, "!")
         chromium.wait("document.activeElement.id === 'key'")
 

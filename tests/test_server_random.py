@@ -17,6 +17,7 @@ from serving import NAME, babbling, events_of, idle, run
 from simplellm import LLM, EngineConfig
 from simplellm.server.app import make_app
 from simplellm.server.http.endpoint import Service
+from simplellm.server.start import Options
 from simplellm.text.harmony import parse
 
 
@@ -31,7 +32,7 @@ class Asker:
     """Asks the application in this process, streamed and not."""
 
     def __init__(self, llm: LLM) -> None:
-        app: Any = make_app(Service(llm, [NAME]))
+        app: Any = make_app(Service(llm, Options([NAME])))
         transport = httpx.ASGITransport(app)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://x")
 

@@ -49,6 +49,7 @@ from simplellm.server.openai import responses
 from simplellm.server.openai.responses_items import PREFIXES
 from simplellm.server.openai.responses_output import Output
 from simplellm.server.openai.responses_store import FinishedResponse, ResponseStore
+from simplellm.server.start import Options
 from simplellm.text.harmony import Delta, parse
 
 PATH = "/v1/responses"
@@ -938,7 +939,7 @@ def respond_to_all(llm: LLM, first: int, count: int) -> None:
     """Responses of ``count`` seeds, all at once; then nothing is left in the engine."""
 
     async def main() -> None:
-        app: Any = make_app(Service(llm, [NAME]))
+        app: Any = make_app(Service(llm, Options([NAME])))
         transport = httpx.ASGITransport(app)
         client = httpx.AsyncClient(transport=transport, base_url="http://x")
         seeds = range(first, first + 25 * count, 25)

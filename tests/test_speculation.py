@@ -477,7 +477,7 @@ def test_servers_tell_of_drafts() -> None:
         found = dict(re.findall(r"^simplellm:spec_decode_(\S+) (\S+)$", text, re.M))
         stats = llm.stats()
         seen = live_view.SnapshotPoller(served.service).poll()["totals"]
-    labels = f'engine="0",model_name="{served.service.names[0]}"'
+    labels = f'engine="0",model_name="{served.service.options.names[0]}"'
     sums = [sum(c.values()) for c in (stats.draft_tokens, stats.accepted_tokens)]
     assert stats.drafts > 5 and 0 < sums[1] <= sums[0] <= 2 * stats.drafts
     assert float(found[f"num_drafts_total{{{labels}}}"]) == stats.drafts

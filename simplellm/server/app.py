@@ -115,12 +115,12 @@ class RequestMiddleware:
 
     def check_key(self, request: HTTPRequest) -> None:
         """Raise APIError unless the request may pass."""
-        if self.service.key is None or request.url.path in self.open:
+        if self.service.options.key is None or request.url.path in self.open:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         given = key.strip() if kind.lower() == "bearer" else ""
         given = given or request.headers.get("x-api-key", "")  # Anthropic's clients
-        if not keys_equal(given, self.service.key):
+        if not keys_equal(given, self.service.options.key):
             expected = "expected the header Authorization: Bearer with the server's key"
             # In OpenAI's words, which LiteLLM looks for.
             what = "Incorrect API key provided" if given else "No API key provided"
@@ -208,12 +208,12 @@ def make_app(service: Service) -> ASGIApp:
     routes = [Route(path, to, methods=[*to]) for path, to in paths.items()]
     router = Router(routes, redirect_slashes=False)
     app = RequestMiddleware(router, service, endpoints)
-    if not service.allowed_origins:
+    if not service.options.allowed_origins:
         return app
     shown = [name.decode() for name in (*ID_HEADERS, IGNORED_HEADER)]
     return CORSMiddleware(
         app,
-        allow_origins=service.allowed_origins,
+        allow_origins=service.options.allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=shown,

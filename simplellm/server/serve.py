@@ -148,7 +148,7 @@ class DrainingServer(uvicorn.Server):
         listener = self.servers[0].sockets[0]
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        name = self.service.names[0]
+        name = self.service.options.names[0]
         # The address comes last, where a terminal makes a link of it.
         self.announce(f"{name}, a chat and /docs: served at http://{shown}:{port}")
 
@@ -172,15 +172,7 @@ def serve(
     logging.basicConfig(level=options.log_level.upper())
     if options.access_log != "off":
         write_access_log()
-    service = Service(
-        llm,
-        options.names,
-        options.key,
-        options.timeout,
-        log_prompts=options.access_log == "prompts",
-        strict=options.strict,
-        allowed_origins=options.allowed_origins,
-    )
+    service = Service(llm, options)
     config = uvicorn.Config(
         make_app(service),
         http=TimelyConnection,

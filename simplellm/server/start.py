@@ -21,14 +21,15 @@ Spawn = Callable[[], tuple[subprocess.Popen[bytes], socket.socket]]
 class Options:
     """The server's options of the command line."""
 
-    names: Sequence[str]  # that clients call the model
+    names: Sequence[str]  # that the model goes by; the first one is its own
     key: str | None = None  # that clients must send
-    timeout: float = 600.0
+    timeout: float = 600.0  # seconds that a request may take
     grace: float = 30.0  # seconds for running requests once it is to end
     log_level: str = "warning"
-    access_log: str = "off"  # or "requests" or "prompts"
-    strict: bool = False  # refuse parameters that could be ignored
-    allowed_origins: Sequence[str] = ()  # of pages in browsers, or "*"
+    access_log: str = "off"  # or "requests" or "prompts", with bodies
+    strict: bool = False  # refuses what is unknown or a hint, where others ignore it
+    # Pages that come from these may ask, too: "https://example.org", or "*" for all.
+    allowed_origins: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         expect(self.key != "", "the API key", self.key, "one that is not empty")

@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from simplellm.base.config import EngineConfig
-from simplellm.server.cluster.engine import EngineReplica, ModelOptions
+from simplellm.server.cluster.engine import EngineReplica
 from simplellm.server.cluster.ingress import Ingress
 from simplellm.server.cluster.router import PrefixRouter
 from simplellm.server.cluster.shared_state import SharedState
@@ -72,15 +72,20 @@ def app(arguments: Arguments) -> serve.Application:
         log_level=arguments.log_level,
         strict=arguments.strict,
     )
-    model = ModelOptions(
-        arguments.model, arguments.device, arguments.dtype, arguments.watchdog_timeout
-    )
     shared = serve.deployment(
         SharedState,
         max_ongoing_requests=MANY,
         ray_actor_options={"num_cpus": 0, "resources": HEAD},
     ).bind()
-    replicas = engines(arguments, config).bind(shared, model, config, options)
+    replicas = engines(arguments, config).bind(
+        shared,
+        config,
+        options,
+        arguments.watchdog_timeout,
+        path=arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
     ingress = serve.deployment(
         Ingress,
         num_replicas=arguments.num_ingress,

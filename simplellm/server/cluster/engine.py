@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
@@ -25,50 +24,30 @@ class ReplicaGoneError(Exception):
         self.replica = replica
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """What is loaded, and where, as `load_remote` has it."""
-
-    model: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    watchdog_timeout: float = 300.0
-
-
 class EngineReplica:
     """Answers requests that come as the scope and the body of an HTTP request.
 
     Its engine is in a process of its own, as on one machine, and sees the GPUs that Ray
-    gives this actor. That process ends with this one.
+    gives this actor. That process ends with this one. ``model`` is what `load_remote`
+    is to load, and where.
     """
 
     def __init__(
         self,
         shared: DeploymentHandle,
-        model: ModelOptions,
         config: EngineConfig,
         options: Options,
+        watchdog_timeout: float,
+        **model: Any,
     ) -> None:
         self.name = serve.get_replica_context().replica_id.unique_id
         self.responses = SharedResponses(shared, self.name)
-        engine = RemoteEngine(*spawn(), model.watchdog_timeout)
+        engine = RemoteEngine(*spawn(), watchdog_timeout)
         loaded = load_remote(
-            engine,
-            model.model,
-            config,
-            device=model.device,
-            dtype=model.dtype,
-            log_level=options.log_level,
+            engine, config=config, log_level=options.log_level, **model
         )
         self.service = Service(
-            LLM.of(loaded),
-            options.names,
-            options.key,
-            options.timeout,
-            strict=options.strict,
-            allowed_origins=options.allowed_origins,
-            name=self.name,
-            responses=self.responses,
+            LLM.of(loaded), options, name=self.name, responses=self.responses
         )
         self.app = make_app(self.service)
         self.tasks: set[asyncio.Task[None]] = set()  # also those nobody listens to

@@ -52,6 +52,7 @@ from simplellm.server.http.errors import (
 from simplellm.server.http.metrics import ServerMetrics
 from simplellm.server.openai.responses_store import ResponseStore
 from simplellm.server.remote.client import RemoteError
+from simplellm.server.start import Options
 from simplellm.text.dialects.dialect import HARMONY
 
 MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
@@ -73,13 +74,7 @@ class Service:
     """What all requests of one server share."""
 
     llm: LLM
-    names: Sequence[str]  # that the model goes by; the first one is its own
-    key: str | None = None  # that clients must know
-    timeout: float = 600.0  # seconds that a request may take
-    log_prompts: bool = False  # bodies in the access log
-    strict: bool = False  # refuses what is unknown or a hint, where others ignore it
-    # Pages that come from these may ask, too: "https://example.org", or "*" for all.
-    allowed_origins: Sequence[str] = ()
+    options: Options
     name: str = "0"  # of this server's engine among several, in metrics
     created: int = field(default_factory=lambda: int(time.time()))
     responses: ResponseStore = field(default_factory=ResponseStore)
@@ -92,7 +87,7 @@ class Service:
     warned: set[str] = field(default_factory=set)  # of names that are ignored
 
     def __post_init__(self) -> None:
-        self.metrics = ServerMetrics(self.llm, self.names[0], self.name)
+        self.metrics = ServerMetrics(self.llm, self.options.names[0], self.name)
 
     @property
     def engine(self) -> EngineClient:
@@ -100,14 +95,15 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer. Raises APIError for an unknown one."""
-        if name is None or name in self.names:
-            return name or self.names[0]
-        message = f"model is {short(name)}; expected one of {', '.join(self.names)}"
+        names = self.options.names
+        if name is None or name in names:
+            return name or names[0]
+        message = f"model is {short(name)}; expected one of {', '.join(names)}"
         raise APIError(404, message, param="model", code="model_not_found")
 
     def context(self) -> ValidationContext:
         """The context in which one body is validated."""
-        return context_of(self.llm, self.names, self.strict)
+        return context_of(self.llm, self.options.names, self.options.strict)
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Log ignored names, each once: every request may have them."""
@@ -153,7 +149,7 @@ class Call:
         self.facts["error"] = error.code or error.type
         if error.param is not None:
             self.facts["param"] = error.param
-        if self.service.log_prompts:
+        if self.service.options.access_log == "prompts":
             self.facts["message"] = error.message
 
 
@@ -250,7 +246,7 @@ class Endpoint:
             service.check()
         raw = b""
         if self.body is not None:
-            raw = await receive_json(call.request, service.timeout)
+            raw = await receive_json(call.request, service.options.timeout)
         call.facts["bytes"] = len(raw)
         try:
             if len(raw) > LARGE_BODY:
@@ -287,7 +283,7 @@ class Endpoint:
         """Read and check the body and the query."""
         if self.body is not None:
             parsed = parse_json(raw)
-            if call.service.log_prompts:
+            if call.service.options.access_log == "prompts":
                 call.facts["body"] = parsed
             call.body = self.read_parsed(call, parsed)
         if self.query is not None:
@@ -397,7 +393,7 @@ async def write_answer(call: Call, answer: Generation, send: Send) -> None:
     try:
         # Whatever ends this ends the generator too, and with it the requests.
         async with (
-            asyncio.timeout(service.timeout),
+            asyncio.timeout(service.options.timeout),
             aclosing(chunks_with_retry(call, answer)) as written,
         ):
             async for data in written:

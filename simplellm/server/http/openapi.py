@@ -172,12 +172,12 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     schemas: dict[str, Any] = dict(SHARED)
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
-        operation = operation_of(endpoint, service.strict)
+        operation = operation_of(endpoint, service.options.strict)
         paths.setdefault(path, {})[endpoint.method.lower()] = operation
         if (body := endpoint.body) is not None:
-            bodies = schemas_of_body(body, service.strict)
+            bodies = schemas_of_body(body, service.options.strict)
             properties = bodies[body.__name__]["properties"]
-            properties["model"] = {"enum": [*service.names, None]}
+            properties["model"] = {"enum": [*service.options.names, None]}
             if "tokens" in properties:
                 most = service.llm.input_processor.config.vocab_size - 1
                 properties["tokens"]["items"] |= {"minimum": 0, "maximum": most}
@@ -189,7 +189,7 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "paths": paths,
         "components": components,
     }
-    if service.key is not None:
+    if service.options.key is not None:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document

@@ -29,14 +29,14 @@ def model_card(call: Call, name: str) -> dict[str, Any]:
         "created": created,
         "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
         "owned_by": "simplellm",
-        "root": call.service.names[0],
+        "root": call.service.options.names[0],
         "max_model_len": call.service.llm.input_processor.max_model_len,
     }
 
 
 def list_models(call: Call) -> dict[str, Any]:
     """The names that the model goes by."""
-    cards = [model_card(call, name) for name in call.service.names]
+    cards = [model_card(call, name) for name in call.service.options.names]
     return {"object": "list", "data": cards, "has_more": False}
 
 
