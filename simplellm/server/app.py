@@ -141,9 +141,8 @@ class RequestMiddleware:
             status, headers = error.status_code, dict(error.headers or {})
             return APIError(status, message, code=code, headers=headers)
         if (api_error := as_api_error(error)) is not None:
-            if isinstance(error, APIError):
-                return api_error
-            LOGGER.warning("request %s: %r", call.id, error)
+            if api_error is not error:
+                LOGGER.warning("request %s: %r", call.id, error)
             return api_error
         LOGGER.error("request %s failed", call.id, exc_info=error)
         return APIError(500, "the server failed; its log says how", code="internal")

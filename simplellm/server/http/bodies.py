@@ -100,8 +100,6 @@ SHARED_UNSUPPORTED = {
 TEXT_ONLY = "this model reads text only"
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 EFFORTS |= dict.fromkeys(("", "auto", "default"), "medium")
-
-
 NUMBERS = (int, float, int | None, float | None)  # annotations of fields
 BOOLEANS = (bool, bool | None)  # likewise
 # A number that may stand in quotes.
@@ -137,7 +135,6 @@ RESPONSE_FORMAT = an_object(
 )
 ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
 Effort = Annotated[Literal["low", "medium", "high"], BeforeValidator(nearest_effort)]
-
 
 Some = TypeVar("Some")
 Several = Annotated[  # whose first error is enough: there may be a million
@@ -337,8 +334,6 @@ RENAMED = {
     "max_new_tokens": "max_tokens",
     "repeat_penalty": "repetition_penalty",
 }
-
-
 # What a client may call its requests: nothing is done with it.
 LABEL_TYPES: dict[str, type] = {
     "user": str,
@@ -346,8 +341,6 @@ LABEL_TYPES: dict[str, type] = {
     "safety_identifier": str,
     "prompt_cache_key": str,
 }
-
-
 # How vLLM is to hold them, where each server has its own way.
 OUTPUT_HINTS = ("disable_fallback", "disable_any_whitespace", "whitespace_pattern")
 

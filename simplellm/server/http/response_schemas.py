@@ -178,21 +178,18 @@ REASONING = item_of(
 )
 NAMESPACE = {"namespace": TEXT}
 STRINGS = list_of(TEXT)
-CALL_ITEMS = (
-    item_of("function_call", NAMESPACE, call_id=TEXT, name=TEXT, arguments=TEXT),
-    item_of("custom_tool_call", NAMESPACE, call_id=TEXT, name=TEXT, input=TEXT),
-    item_of(
-        "local_shell_call",
-        call_id=TEXT,
-        action=object_of(type=one("exec"), command=STRINGS, env={"type": "object"}),
-    ),
-    item_of("shell_call", call_id=TEXT, action=object_of(commands=STRINGS)),
-    item_of(
-        "apply_patch_call",
-        call_id=TEXT,
-        operation={"type": "object", "additionalProperties": TEXT},
-    ),
-)
+EXECUTION = object_of(type=one("exec"), command=STRINGS, env={"type": "object"})
+CALL_FIELDS: dict[str, Schema] = {
+    "function_call": {"name": TEXT, "arguments": TEXT},
+    "custom_tool_call": {"name": TEXT, "input": TEXT},
+    "local_shell_call": {"action": EXECUTION},
+    "shell_call": {"action": object_of(commands=STRINGS)},
+    "apply_patch_call": {"operation": {"type": "object", "additionalProperties": TEXT}},
+}
+CALL_ITEMS = [
+    item_of(kind, NAMESPACE if "name" in own else None, call_id=TEXT, **own)
+    for kind, own in CALL_FIELDS.items()
+]
 OUTPUT_ITEM = any_of(
     item_of("message", **ASSISTANT, phase=PHASE), REASONING, *CALL_ITEMS
 )
@@ -209,13 +206,7 @@ KEPT_ITEM = any_of(
         item_of(
             f"{kind}_output", {"name": TEXT, **NAMESPACE}, call_id=TEXT, output=TEXT
         )
-        for kind in (
-            "function_call",
-            "custom_tool_call",
-            "local_shell_call",
-            "shell_call",
-            "apply_patch_call",
-        )
+        for kind in CALL_FIELDS
     ),
     *(
         item_of(kind, tools={"type": "array"})
@@ -243,7 +234,6 @@ FORMAT = any_of(
     ),
 )
 TYPED: Schema = {"type": "object", "required": ["type"], "properties": {"type": TEXT}}
-TOOL_CHOICE = any_of(one("auto", "none", "required"), TYPED)
 RESPONSE = object_of(
     id=TEXT,
     object=one("response"),
@@ -272,7 +262,7 @@ RESPONSE = object_of(
     store=FLAG,
     background=FLAG,
     tools=list_of(any_of(FUNCTION, TYPED)),
-    tool_choice=TOOL_CHOICE,
+    tool_choice=any_of(one("auto", "none", "required"), TYPED),
     parallel_tool_calls=FLAG,
     max_tool_calls=or_null(COUNT),
     reasoning=object_of(effort=one("low", "medium", "high"), summary={"type": "null"}),

@@ -180,17 +180,12 @@ class Completion(Generation):
     def first(self) -> list[dict[str, Any]]:
         if not self.body.echo or self.scored:
             return []
-        choices = [
-            {
-                "index": index,
-                "text": self.echoes[index // self.n],
-                "logprobs": None,
-                "finish_reason": None,
-                "stop_reason": None,
-            }
-            for index in range(len(self.requests) * self.n)
+        empty = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+        texts = [text for text in self.echoes for _ in range(self.n)]
+        return [
+            self.event([{"index": index, "text": text, **empty}])
+            for index, text in enumerate(texts)
         ]
-        return [self.event([choice]) for choice in choices]
 
     def part(self, index: int, part: RequestOutput) -> list[dict[str, Any]]:
         if self.scored and part.prompt_logprobs is not None:

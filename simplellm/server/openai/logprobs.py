@@ -104,12 +104,8 @@ class LegacyLogprobs:
 
         In a ``prompt`` control tokens are part of the text.
         """
-        columns: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        columns: dict[str, list[Any]] = {name: [] for name in names}
         for token, entry in zip(tokens, entries, strict=True):
             logprob, named = None, None
             if entry is not None:

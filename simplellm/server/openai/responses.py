@@ -38,11 +38,10 @@ STATUS_OF_REASON = {"stop": "completed", "tool_calls": "completed", None: "cance
 def usage_of(usage: Usage) -> dict[str, Any]:
     """The usage in a response's fields; what the cache didn't hold is written to it."""
     cached = usage.cached_tokens
-    details = {"cached_tokens": cached}
+    written = {"cache_write_tokens": usage.prompt_tokens - cached}
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": details
-        | {"cache_write_tokens": usage.prompt_tokens - cached},
+        "input_tokens_details": {"cached_tokens": cached, **written},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -1,6 +1,6 @@
 """The body of /v1/responses: what a client may ask for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
@@ -46,17 +46,17 @@ TOOL = an_object(
 TEXT_FORMAT = an_object("type", type=FORMATS, **SCHEMA_FIELDS)
 
 
+# What the model thinks comes as it is.
+SUMMARIES = ("auto", "concise", "detailed", "none")
+NO_SUMMARY = Unsupported(NOT_HERE, SUMMARIES, hint=True)
+
+
 class Reasoning(Body):
     """How much the model is to think."""
 
     unsupported: ClassVar = {
-        # What the model thinks comes as it is.
-        "summary": Unsupported(
-            NOT_HERE, ("auto", "concise", "detailed", "none"), hint=True
-        ),
-        "generate_summary": Unsupported(
-            NOT_HERE, ("auto", "concise", "detailed", "none"), hint=True
-        ),
+        "summary": NO_SUMMARY,
+        "generate_summary": NO_SUMMARY,
         "context": Unsupported(NOT_HERE, ("auto",), hint=True),
         "mode": Unsupported(NOT_HERE, ("standard",), hint=True),
     }
@@ -158,7 +158,8 @@ class ResponsesBody(LabeledBody):
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        check_include(self.include)
+        for entry in self.include or ():
+            one_of("an entry of include", entry, INCLUDABLE, "include")
         alone = self.logprobs or not self.top_logprobs
         expected = f"0 without {LOGPROBS!r} in include"
         expect(alone, "top_logprobs", self.top_logprobs, expected)
@@ -207,12 +208,6 @@ class ResponsesBody(LabeledBody):
     @property
     def effort(self) -> str:
         return (self.reasoning or Reasoning()).effort
-
-
-def check_include(include: Sequence[Any] | None) -> None:
-    """Raise TypeError or ValueError for an ``include`` that is not supported."""
-    for entry in include or ():
-        one_of("an entry of include", entry, INCLUDABLE, "include")
 
 
 def check_labels(labels: Mapping[str, Any]) -> None:

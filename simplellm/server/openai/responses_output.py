@@ -142,20 +142,14 @@ class Output:
         """End the open item, if there is one; its events."""
         if self.kind is None:
             return []
-        item, type = self.snapshot(status), self.kind[0]
-        events = []
-        if type == "function_call":
-            events += self.call_events(item)
-        elif type == "reasoning":
-            (part,) = item["content"]
-            events = [self.of_item("reasoning_text.done", text=part["text"])]
-            events.append(self.of_item("content_part.done", part=part))
+        item, index = self.snapshot(status), len(self.done)
+        if self.kind[0] == "function_call":
+            events = self.call_events(item)
         else:
             (part,) = item["content"]
-            fields = {"text": part["text"], "logprobs": part["logprobs"]}
-            events = [self.of_item("output_text.done", **fields)]
+            said = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events = [self.of_item(f"{part['type']}.done", **said)]
             events.append(self.of_item("content_part.done", part=part))
-        index = len(self.done)
         events.append(
             self.event("response.output_item.done", output_index=index, item=item)
         )
