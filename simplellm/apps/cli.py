@@ -292,26 +292,6 @@ def compare(
     return record, [table, bench_speculation.NOTE]
 
 
-def bench_load(
-    llm: Any,
-    url: str,
-    name: str,
-    count: int,
-    rate: float | None,
-    clients: int | None,
-    seed: int | None,
-    results: Path | None,
-) -> tuple[dict[str, Any], Any]:
-    """The record of how a workload was answered, and a function that draws it."""
-    from simplellm.apps import report, traffic
-
-    drawn = time.time_ns() % 10**6 if seed is None else seed
-    arrivals = plan_load(name, count, rate, clients, drawn)
-    outcomes = traffic.measure_traffic(llm, url, arrivals, clients, results)
-    record = traffic.summarize_traffic(outcomes) | {"seed": drawn}
-    return record, partial(report.plot_traffic, traffic.latencies(outcomes))
-
-
 @app.command()
 def bench(
     ctx: typer.Context,
@@ -345,7 +325,7 @@ def bench(
     screen = Screen()
     with screen.waiting("Starting PyTorch"):
         from simplellm.api.llm import LLM
-        from simplellm.apps import report
+        from simplellm.apps import report, traffic
         from simplellm.apps.bench import measure, plan_steps
     draw: Any = None
     drafts = speculative, num_speculative_tokens
@@ -356,10 +336,13 @@ def bench(
     command: dict[str, Any] = {"command": shlex.join(["simplellm", *ctx.obj])}
     start: dict[str, Any] = {"random_weights": random_weights, "device": device}
     if load or url or results or (rate, clients) != (None, None):
-        llm, how = partial(LLM, model, **start), (load or "chat", requests, rate)
-        measured, draw = bench_load(llm, url, *how, clients, seed, results)
-        record = command | measured
+        seed = time.time_ns() % 10**6 if seed is None else seed
+        arrivals = plan_load(load or "chat", requests, rate, clients, seed)
+        llm = partial(LLM, model, **start)
+        outcomes = traffic.measure_traffic(llm, url, arrivals, clients, results)
+        record = command | traffic.summarize_traffic(outcomes) | {"seed": seed}
         report.show_traffic(record, screen.out)
+        draw = partial(report.plot_traffic, traffic.latencies(outcomes))
     elif formats or drafts != (None, None):
         record, shown = compare(LLM, model, formats, drafts, **start, **command)
         screen.out.print(*shown)
