@@ -136,7 +136,7 @@ class AnthropicMessage(Generation):
 
     def __init__(self, call: Call) -> None:
         body: MessageBody = call.body
-        self.model = call.service.check_model(body.model)
+        self.model = call.model
         choice = body.tool_choice
         input_processor = call.service.llm.input_processor
         dialect = input_processor.dialect
@@ -222,7 +222,6 @@ class AnthropicMessage(Generation):
 def count_message_tokens(call: Call) -> dict[str, Any]:
     """How many tokens a conversation has, even if that is too many to answer."""
     body: CountBody = call.body
-    call.service.check_model(body.model)
     input_processor = call.service.llm.input_processor
     shown = body.shown(input_processor.dialect)
     ids = input_processor.dialect.render(

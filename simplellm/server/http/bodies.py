@@ -37,14 +37,11 @@ from pydantic_core import core_schema
 from simplellm.api.checks import with_integer_keys
 from simplellm.api.input_processor import MAX_PRIORITY, MAX_SAMPLES
 from simplellm.base.config import ParameterError, expect
-from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import MAX_LOGPROBS, SamplingParams
 from simplellm.server.http.errors import APIError
 
 MAX_NAME = 100  # characters of a name that comes from a client, where it is repeated
 MOST_IGNORED = 32  # names that an answer repeats
-# Tokens of prompts that the samples of one call may hold: they are copied in the loop.
-MAX_COPIES = 2**22
 
 
 @dataclass
@@ -610,12 +607,10 @@ def as_parameter_error(error: ValidationError) -> ParameterError:
         return ParameterError(f"{name} is missing; expected a value", path)
     if inner is not None:
         return ParameterError(f"{name}: {inner}", path)
-    same = [
-        one for one, other in zip(errors, paths, strict=True) if other == paths[first]
-    ]
     expected = dict.fromkeys(
         EXPECTED.get(one["type"], one["msg"].removeprefix("Input should be "))
-        for one in same
+        for one, other in zip(errors, paths, strict=True)
+        if other == paths[first]
     )
     wrong = f"{name} is {short(given)}; expected {' or '.join(expected)}"
     return ParameterError(wrong, path)
@@ -652,15 +647,3 @@ def parse_json(raw: bytes) -> Any:
     except ValueError:
         message = f"the body is not JSON in UTF-8: {wrong}"
         raise APIError(400, message, code="invalid_json") from None
-
-
-def checked_samples(requests: list[RequestSpec], n: int) -> list[RequestSpec]:
-    """The prompts of a call. Raises if their samples are too many.
-
-    Each sample has a copy of its prompt, so that long prompts allow fewer.
-    """
-    tokens = sum(len(request.tokens) for request in requests)
-    most = min(MAX_SAMPLES // len(requests), MAX_COPIES // tokens)
-    expected = f"at most {most} for {len(requests)} prompts of {tokens} tokens"
-    expect(n <= most, "n", n, expected)
-    return requests

@@ -134,6 +134,7 @@ class Call:
     request: HTTPRequest
     id: str  # of the request: the client's, or a new one
     body: Any = None  # of the endpoint's kind
+    model: str = ""  # that the body names, as answers repeat it
     query: Any = None  # of the endpoint's kind of query
     ignored: str = ""  # names in them that nothing is done with
     # What the access log has of it: its tokens, for example.
@@ -295,6 +296,7 @@ class Endpoint:
         assert self.body is not None
         context = call.service.context()
         body = read_body(self.body, parsed, context)
+        call.model = call.service.check_model(getattr(body, "model", None))
         call.ignored = context.header
         call.service.warn(context.ignored)
         return body

@@ -75,7 +75,6 @@ class TokenizeBody(Body):
 def tokenize(call: Call) -> dict[str, Any]:
     """The token ids of a prompt, or of a chat as the model gets it."""
     body: TokenizeBody = call.body
-    call.service.check_model(body.model)
     input_processor = call.service.llm.input_processor
     tokenizer = input_processor.need_tokenizer()
     if body.prompt is not None:
@@ -111,7 +110,6 @@ class DetokenizeBody(Body):
 def detokenize(call: Call) -> dict[str, Any]:
     """The text of token ids; control tokens by their names."""
     body: DetokenizeBody = call.body
-    call.service.check_model(body.model)
     input_processor = call.service.llm.input_processor
     most = input_processor.config.vocab_size - 1
     for token in body.tokens:

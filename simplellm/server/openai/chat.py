@@ -1,16 +1,14 @@
 """/v1/chat/completions: the assistant's next turn in a conversation."""
 
-import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.base.config import expect
 from simplellm.server.http import response_schemas
-from simplellm.server.http.bodies import checked_samples
-from simplellm.server.http.endpoint import Call, Endpoint, Generation, usage_fields
+from simplellm.server.http.endpoint import Call, Endpoint, usage_fields
 from simplellm.server.openai.chat_body import ChatBody
+from simplellm.server.openai.completions import Choices
 from simplellm.server.openai.deltas import Turn, message_of_choice
 from simplellm.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from simplellm.server.openai.tools import ClientTool, ClientTools, text_argument
@@ -85,13 +83,14 @@ def client_message(
     return message
 
 
-class Chat(Generation):
+class Chat(Choices):
     """The assistant's next turn in a conversation, in one or more choices."""
+
+    kinds = ("chat.completion", "chat.completion.chunk")
 
     def __init__(self, call: Call) -> None:
         body: ChatBody = call.body
         input_processor = call.service.llm.input_processor
-        self.model = call.service.check_model(body.model)
         params: dict[str, Any] = {"max_tokens": None, **body.sampling}
         if body.max_completion_tokens is not None:
             params["max_tokens"] = body.max_completion_tokens
@@ -119,22 +118,10 @@ class Chat(Generation):
             closed, spec = spec, input_processor.reopened(spec, text)
             expected = "false beside a format or a required call"
             expect(spec is not closed, "continue_final_message", True, expected)
-        requests = checked_samples([spec], body.n)
-        super().__init__(requests, n=body.n, chat=True, stream=body.stream)
-        self.body, self.tokenizer = body, input_processor.need_tokenizer()
-        self.id, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        super().__init__(call, [spec], "chatcmpl", chat=True)
+        self.tokenizer = input_processor.need_tokenizer()
         self.tools, self.older = tools, older
         self.turns = [ClientTurn(tools, older=older) for _ in range(body.n)]
-
-    def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The answer, or an event of a stream, with these choices."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
 
     def logprobs(self, part: Delta | ChatChoice) -> dict[str, Any] | None:
         """The log-probabilities of a part or a choice, if the body asks for them."""
@@ -147,7 +134,7 @@ class Chat(Generation):
         calls = end.finish_reason == "tool_calls"
         return "function_call" if calls and self.older else end.finish_reason
 
-    def event(
+    def delta(
         self,
         index: int,
         delta: dict[str, Any],
@@ -166,30 +153,23 @@ class Chat(Generation):
             choice["logprobs"] = self.logprobs(part)
             if self.body.return_token_ids:
                 choice["token_ids"] = list(part.token_ids)
-        chunk = self.object("chat.completion.chunk", [choice])
-        return chunk | {"usage": None} if self.body.include_usage else chunk
+        return self.event([choice])
 
     def first(self) -> list[dict[str, Any]]:
         begin = {"role": "assistant", "content": ""}
-        return [self.event(index, begin) for index in range(self.n)]
+        return [self.delta(index, begin) for index in range(self.n)]
 
     def part(self, index: int, part: Delta) -> list[dict[str, Any]]:
         delta = self.turns[index].push(part)
         visible = delta or part.token_ids
-        return [self.event(index, delta, part)] if visible else []
+        return [self.delta(index, delta, part)] if visible else []
 
     def ended(self, index: int, output: ChatChoice) -> list[dict[str, Any]]:
         if output.finish_reason == "abort":  # the server ends, and the stream says so
             return []
         rest = self.turns[index].close()
-        held = [self.event(index, rest)] if rest else []
-        return [*held, self.event(index, {}, end=output)]
-
-    def last(self, outputs: Sequence[ChatChoice], usage: Usage) -> list[dict[str, Any]]:
-        if not self.body.include_usage:
-            return []
-        end = self.object("chat.completion.chunk", [])
-        return [end | {"usage": usage_fields(usage)}]
+        held = [self.delta(index, rest)] if rest else []
+        return [*held, self.delta(index, {}, end=output)]
 
     def whole(self, outputs: Sequence[ChatChoice], usage: Usage) -> dict[str, Any]:
         choices = []
@@ -204,7 +184,7 @@ class Chat(Generation):
             if self.body.return_token_ids:
                 choice["token_ids"] = output.token_ids
             choices.append(choice)
-        body = self.object("chat.completion", choices)
+        body = self.object(choices)
         if self.body.return_token_ids:
             body["prompt_token_ids"] = self.requests[0].tokens
         if self.body.prompt_logprobs is not None:

@@ -12,6 +12,7 @@ from simplellm.api.chat_options import as_format, text_constraint
 from simplellm.api.input_processor import MAX_SAMPLES, as_prompts
 from simplellm.api.outputs import RequestOutput, Usage
 from simplellm.base.config import expect
+from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http import response_schemas
 from simplellm.server.http.bodies import (
@@ -20,7 +21,6 @@ from simplellm.server.http.bodies import (
     SampledBody,
     Unsupported,
     ValidationContext,
-    checked_samples,
     refuse,
 )
 from simplellm.server.http.endpoint import Call, Endpoint, Generation, usage_fields
@@ -28,6 +28,8 @@ from simplellm.server.openai.chat_body import with_format
 from simplellm.server.openai.logprobs import LegacyLogprobs, prompt_logprobs
 
 SOME_PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()
+# Tokens of prompts that the samples of one call may hold: they are copied in the loop.
+MAX_COPIES = 2**22
 MAX_TOKENS = 16  # OpenAI's default, which clients of this endpoint rely on
 
 
@@ -70,13 +72,58 @@ class CompletionBody(SampledBody):
         return super().compiles or bool(self.response_format)
 
 
-class Completion(Generation):
+class Choices(Generation):
+    """An answer that is a list of choices, as completions and chats have it."""
+
+    kinds: ClassVar[tuple[str, str]]  # of the answer, and of an event of a stream
+
+    def __init__(
+        self, call: Call, requests: list[RequestSpec], id: str, *, chat: bool
+    ) -> None:
+        """Raises ValueError if the samples of these ``requests`` are too many.
+
+        Each sample has a copy of its prompt, so that long prompts allow fewer.
+        """
+        body, count = call.body, len(requests)
+        tokens = sum(len(request.tokens) for request in requests)
+        most = min(MAX_SAMPLES // count, MAX_COPIES // tokens)
+        expected = f"at most {most} for {count} prompts of {tokens} tokens"
+        expect(body.n <= most, "n", body.n, expected)
+        super().__init__(requests, n=body.n, chat=chat, stream=body.stream)
+        self.body, self.model = body, call.model
+        self.id, self.created = f"{id}-{uuid.uuid4().hex}", int(time.time())
+
+    def object(
+        self, choices: list[dict[str, Any]], *, event: bool = False
+    ) -> dict[str, Any]:
+        """The answer, or an event of a stream, with these choices."""
+        return {
+            "id": self.id,
+            "object": self.kinds[event],
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event of a stream. The last one has the usage, if the body asks for it."""
+        chunk = self.object(choices, event=True)
+        return chunk | {"usage": None} if self.body.include_usage else chunk
+
+    def last(self, outputs: Sequence[Any], usage: Usage) -> list[dict[str, Any]]:
+        if not self.body.include_usage:
+            return []
+        return [self.object([], event=True) | {"usage": usage_fields(usage)}]
+
+
+class Completion(Choices):
     """Text that continues prompts, which are texts or token ids."""
+
+    kinds = ("text_completion", "text_completion")
 
     def __init__(self, call: Call) -> None:
         body: CompletionBody = call.body
         input_processor = call.service.llm.input_processor
-        self.model = call.service.check_model(body.model)
         params = {
             "max_tokens": MAX_TOKENS,
             "priority": body.priority,
@@ -100,11 +147,7 @@ class Completion(Generation):
         answer = as_format(body.response_format)
         constrain = partial(text_constraint, answer=answer)
         requests = input_processor.process_all(prompts, None, params, constrain)
-        super().__init__(
-            checked_samples(requests, body.n), n=body.n, chat=False, stream=body.stream
-        )
-        self.body = body
-        self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        super().__init__(call, requests, "cmpl", chat=False)
         self.echoes = [""] * len(requests)  # what stands in front of the texts
         if body.echo:
             decode = input_processor.need_tokenizer().decode
@@ -162,21 +205,6 @@ class Completion(Generation):
         choice["logprobs"] = {name: prompt[name] + rest[name] for name in prompt}
         return choice
 
-    def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The answer, or an event of a stream, with these choices."""
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-    def event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """An event of a stream. The last one has the usage, if the body asks for it."""
-        chunk = self.object(choices)
-        return chunk | {"usage": None} if self.body.include_usage else chunk
-
     def first(self) -> list[dict[str, Any]]:
         if not self.body.echo or self.scored:
             return []
@@ -195,13 +223,6 @@ class Completion(Generation):
         if not (visible or self.body.return_token_ids):
             return []
         return [self.event([choice])]
-
-    def last(
-        self, outputs: Sequence[RequestOutput], usage: Usage
-    ) -> list[dict[str, Any]]:
-        if not self.body.include_usage:
-            return []
-        return [self.object([]) | {"usage": usage_fields(usage)}]
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> dict[str, Any]:
         if self.scored:

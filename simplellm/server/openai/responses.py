@@ -60,8 +60,7 @@ class Response(Generation):
     def __init__(self, call: Call) -> None:
         body: ResponsesBody = call.body
         input_processor = call.service.llm.input_processor
-        self.store = call.service.responses
-        self.model = call.service.check_model(body.model)
+        self.store, self.model = call.service.responses, call.model
         self.key = uuid.uuid4().hex
         self.id, self.created = f"resp_{self.key}", int(time.time())
         before = items_before(self.store, body.previous_response_id)

@@ -354,20 +354,16 @@ def kept_items(given: Any, key: str, store: ResponseStore) -> list[Item]:
     """
     if isinstance(given, str):
         given = [InputMessage(role="user", content=given)]
-    return [
-        stored_item(item.id, store, f"input[{number}]")
-        if isinstance(item, ItemReference)
-        else item.kept(key, number)
-        for number, item in enumerate(given)
-    ]
-
-
-def stored_item(id: str, store: ResponseStore, where: str) -> Item:
-    """The stored item of this id. Raises APIError."""
-    if (stored := store.find_item(id)) is None:
-        message = f"{where}: item {short(id)} is not here, or no longer"
-        raise APIError(404, message, param=f"{where}.id", code="item_not_found")
-    return stored
+    kept = []
+    for number, item in enumerate(given):
+        refers = isinstance(item, ItemReference)
+        found = store.find_item(item.id) if refers else item.kept(key, number)
+        if found is None:
+            where = f"input[{number}]"
+            message = f"{where}: item {short(item.id)} is not here, or no longer"
+            raise APIError(404, message, param=f"{where}.id", code="item_not_found")
+        kept.append(found)
+    return kept
 
 
 def shell_text(chunk: Any) -> str:

@@ -286,10 +286,8 @@ def load_remote(
     except BaseException:
         engine.shutdown(cancel=True)
         raise
-    limit, backend_reason, seconds = (
-        reply[name] for name in ("max_model_len", "backend_reason", "weights_seconds")
+    limit = reply["max_model_len"]
+    limited = replace(input_processor, max_model_len=limit, compiler=engine.compile)
+    return LoadedModel(
+        engine, limited, reply["backend_reason"], reply["weights_seconds"]
     )
-    input_processor = replace(
-        input_processor, max_model_len=limit, compiler=engine.compile
-    )
-    return LoadedModel(engine, input_processor, backend_reason, seconds)
