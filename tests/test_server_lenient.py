@@ -654,6 +654,7 @@ MESSAGES: list[tuple[list[Any], list[Any]]] = [
         [USER, called("f"), result("x"), PICTURE, PICTURE],
     ),
     ([USER, result("x", "gone")], [USER, result("x") | {"name": "unknown"}]),
+    ([asked({"type": None, "text": "x"})], [asked({"type": "text", "text": "x"})]),
     ([USER, called("f", None)], [USER, called("f", "{}")]),
     ([USER, called("f", "")], [USER, called("f", "{}")]),
     (
@@ -768,6 +769,8 @@ OUTPUT = item("function_call_output", output="x")
 LISTED = '[web_search_call: {"action": {"query": "q"}}]'
 # Items of an input, and those that say the same.
 ITEMS: list[tuple[list[Any], list[Any]]] = [
+    ([USER | {"type": None}], [USER]),
+    ([asked({"type": None, "text": "x"})], [asked({"type": "text", "text": "x"})]),
     (
         [USER, item("custom_tool_call", name="f", input="a")],
         [USER, function("f", '{"input": "a"}')],

@@ -499,7 +499,7 @@ def tagged_union(key: str, *kinds: type[Part], default: str | None = None) -> An
     def tag(part: Any) -> str | None:
         if not isinstance(part, Mapping):
             return kinds[0].__name__  # which says that it is no object
-        name = part.get(key, default if "role" in part else None)
+        name = part.get(key) or (default if "role" in part else None)
         return models.get(name) if isinstance(name, str) else None
 
     discriminator = Discriminator(

@@ -251,7 +251,7 @@ def from_response(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def from_item(item: Any) -> list[Any]:
     """An item of a response as the messages of a chat."""
-    kind = item.get("type", "message") if isinstance(item, Mapping) else "message"
+    kind = (isinstance(item, Mapping) and item.get("type")) or "message"
     if kind == "reasoning":
         return []  # that of an earlier turn, which no model is shown
     if kind == "message":

@@ -64,7 +64,7 @@ class ChatText(Part):
             return {"text": data}
         if not isinstance(data, Mapping):
             return data
-        kind = data.get("type", "text")
+        kind = data.get("type") or "text"
         if kind == "refusal":
             return {"text": data.get("refusal")}
         if kind in TEXT_TYPES:
@@ -291,7 +291,7 @@ def unread_type(message: Any, readable: Container[str]) -> str:
         return ""
     parts = message.get("content")
     kinds = [
-        part.get("type", "text") if isinstance(part, Mapping) else "text"
+        (isinstance(part, Mapping) and part.get("type")) or "text"
         for part in (parts if isinstance(parts, list) else ())
     ]
     read = not all(isinstance(kind, str) and kind not in readable for kind in kinds)

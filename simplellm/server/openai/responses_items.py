@@ -83,7 +83,7 @@ class TextPart(Part):
             return data
         if isinstance(data, str):
             return {"type": "input_text", "text": data}
-        kind = data.get("type", "text") if isinstance(data, dict) else None
+        kind = (data.get("type") or "text") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in TEXT_PARTS:
             info.context.ignore(f"input.content.{kind}")
             return {"type": "input_text", "text": text_instead(kind[:50])}
@@ -309,9 +309,9 @@ def known_item(item: Any, context: ValidationContext) -> list[Any]:
     """An item as items of known kinds: a chat's message may be several."""
     if not isinstance(item, Mapping):
         return [item]
-    kind = item.get("type", "message" if "role" in item else None)
+    kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message":
-        return from_chat(dict(item))
+        return from_chat({**item, "type": kind})
     if not isinstance(kind, str) or kind in ITEM_TYPES:
         return [item]
     if kind in TEXT_PARTS:
