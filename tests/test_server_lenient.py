@@ -505,6 +505,7 @@ MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         },
     ),
     (CHAT, {"functions": [FUNCTION]}, {"tools": [TOOL], "parallel_tool_calls": False}),
+    (CHAT, {"functions": [FUNCTION | {"type": "custom"}]}, {"functions": [FUNCTION]}),
     (
         CHAT,
         {"functions": [FUNCTION], "function_call": {"name": "add"}},

@@ -98,7 +98,8 @@ class Chat(Choices):
             params["logprobs"] = body.top_logprobs
         params["prompt_logprobs"] = body.prompt_logprobs
         older = body.functions is not None
-        tools = ClientTools((body.functions if older else body.tools) or ())
+        functions = [{**one, "type": "function"} for one in body.functions or ()]
+        tools = ClientTools(functions or body.tools or ())
         choice = body.function_call if older else body.tool_choice
         if older and isinstance(choice, dict):
             choice = {"type": "function", **choice}
