@@ -19,9 +19,9 @@ from simplellm.api.streams import Replies
 from simplellm.base.config import nesting
 from simplellm.server.anthropic.blocks import RAW
 from simplellm.server.anthropic.messages_body import CountBody, MessageBody
-from simplellm.server.http import response_schemas
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import APIError, anthropic_form
+from simplellm.server.http.response_schemas import ANTHROPIC_MESSAGE, INPUT_TOKENS
 from simplellm.server.openai.responses_output import item_kind
 from simplellm.server.openai.tools import ClientTools
 from simplellm.text.harmony import Delta
@@ -236,14 +236,14 @@ MESSAGES = [
         "/v1/messages",
         AnthropicMessage,
         body=MessageBody,
-        result=response_schemas.ANTHROPIC_MESSAGE,
+        result=ANTHROPIC_MESSAGE,
         form=anthropic_form,
     ),
     Endpoint(
         "POST",
         "/v1/messages/count_tokens",
         count_message_tokens,
-        result=response_schemas.INPUT_TOKENS,
+        result=INPUT_TOKENS,
         body=CountBody,
         form=anthropic_form,
     ),

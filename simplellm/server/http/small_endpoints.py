@@ -9,9 +9,15 @@ from starlette.responses import Response
 
 from simplellm.base.config import expect
 from simplellm.base.request import EngineError
-from simplellm.server.http import response_schemas
 from simplellm.server.http.bodies import Body, Effort, Several
 from simplellm.server.http.endpoint import Call, Endpoint
+from simplellm.server.http.response_schemas import (
+    HEALTH,
+    MODEL,
+    MODEL_LIST,
+    PROMPT,
+    TOKEN_LIST,
+)
 from simplellm.server.openai.chat_messages import ChatMessage, Tools
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -138,24 +144,10 @@ async def metrics(call: Call) -> Response:
 
 
 SMALL_ENDPOINTS = [
-    Endpoint("GET", "/v1/models", list_models, result=response_schemas.MODEL_LIST),
-    Endpoint(
-        "GET", "/v1/models/{model:path}", get_model, result=response_schemas.MODEL
-    ),
-    Endpoint(
-        "POST",
-        "/tokenize",
-        tokenize,
-        result=response_schemas.TOKEN_LIST,
-        body=TokenizeBody,
-    ),
-    Endpoint(
-        "POST",
-        "/detokenize",
-        detokenize,
-        result=response_schemas.PROMPT,
-        body=DetokenizeBody,
-    ),
-    Endpoint("GET", "/health", health, result=response_schemas.HEALTH, open=True),
+    Endpoint("GET", "/v1/models", list_models, result=MODEL_LIST),
+    Endpoint("GET", "/v1/models/{model:path}", get_model, result=MODEL),
+    Endpoint("POST", "/tokenize", tokenize, result=TOKEN_LIST, body=TokenizeBody),
+    Endpoint("POST", "/detokenize", detokenize, result=PROMPT, body=DetokenizeBody),
+    Endpoint("GET", "/health", health, result=HEALTH, open=True),
     Endpoint("GET", "/metrics", metrics, open=True, media="text/plain"),
 ]

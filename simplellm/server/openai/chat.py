@@ -5,8 +5,8 @@ from typing import Any
 
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.base.config import expect
-from simplellm.server.http import response_schemas
 from simplellm.server.http.endpoint import Call, Endpoint, usage_fields
+from simplellm.server.http.response_schemas import CHAT
 from simplellm.server.openai.chat_body import ChatBody
 from simplellm.server.openai.completions import Choices
 from simplellm.server.openai.deltas import Turn, message_of_choice
@@ -194,11 +194,5 @@ class Chat(Choices):
 
 
 CHATS = [
-    Endpoint(
-        "POST",
-        "/v1/chat/completions",
-        Chat,
-        body=ChatBody,
-        result=response_schemas.CHAT,
-    ),
+    Endpoint("POST", "/v1/chat/completions", Chat, body=ChatBody, result=CHAT),
 ]

@@ -14,7 +14,6 @@ from simplellm.api.outputs import RequestOutput, Usage
 from simplellm.base.config import expect
 from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import MAX_LOGPROBS
-from simplellm.server.http import response_schemas
 from simplellm.server.http.bodies import (
     SHARED_UNSUPPORTED,
     ResponseFormat,
@@ -24,6 +23,7 @@ from simplellm.server.http.bodies import (
     refuse,
 )
 from simplellm.server.http.endpoint import Call, Endpoint, Generation, usage_fields
+from simplellm.server.http.response_schemas import COMPLETION
 from simplellm.server.openai.chat_body import with_format
 from simplellm.server.openai.logprobs import LegacyLogprobs, prompt_logprobs
 
@@ -240,10 +240,6 @@ class Completion(Choices):
 
 COMPLETIONS = [
     Endpoint(
-        "POST",
-        "/v1/completions",
-        Completion,
-        body=CompletionBody,
-        result=response_schemas.COMPLETION,
+        "POST", "/v1/completions", Completion, body=CompletionBody, result=COMPLETION
     ),
 ]

@@ -14,10 +14,16 @@ from simplellm.api.input_processor import ContextLengthError
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
 from simplellm.base.config import expect
-from simplellm.server.http import response_schemas, sse
+from simplellm.server.http import sse
 from simplellm.server.http.bodies import NOT_HERE, Body, Unsupported
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import TOO_LONG, APIError, as_api_error
+from simplellm.server.http.response_schemas import (
+    DELETED,
+    INPUT_ITEMS,
+    RESPONSE,
+    RESPONSE_INPUT,
+)
 from simplellm.server.openai.responses_body import ResponsesBody
 from simplellm.server.openai.responses_items import kept_items, to_harmony, tools_in
 from simplellm.server.openai.responses_output import Output
@@ -358,31 +364,19 @@ def list_items(call: Call) -> dict[str, Any]:
 ONE = "/v1/responses/{response}"
 RESPONSES = [
     Endpoint(
-        "POST",
-        "/v1/responses",
-        answer_response,
-        body=ResponsesBody,
-        result=response_schemas.RESPONSE,
+        "POST", "/v1/responses", answer_response, body=ResponsesBody, result=RESPONSE
     ),
     Endpoint(
         "POST",
         "/v1/responses/input_tokens",
         count_input_tokens,
         body=ResponsesBody,
-        result=response_schemas.RESPONSE_INPUT,
+        result=RESPONSE_INPUT,
     ),
+    Endpoint("GET", ONE, get_response, query=ResponseQuery, result=RESPONSE),
+    Endpoint("DELETE", ONE, delete_response, result=DELETED),
+    Endpoint("POST", f"{ONE}/cancel", cancel_response, result=RESPONSE),
     Endpoint(
-        "GET", ONE, get_response, query=ResponseQuery, result=response_schemas.RESPONSE
-    ),
-    Endpoint("DELETE", ONE, delete_response, result=response_schemas.DELETED),
-    Endpoint(
-        "POST", f"{ONE}/cancel", cancel_response, result=response_schemas.RESPONSE
-    ),
-    Endpoint(
-        "GET",
-        f"{ONE}/input_items",
-        list_items,
-        query=ItemsQuery,
-        result=response_schemas.INPUT_ITEMS,
+        "GET", f"{ONE}/input_items", list_items, query=ItemsQuery, result=INPUT_ITEMS
     ),
 ]
