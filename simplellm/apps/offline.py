@@ -5,35 +5,29 @@ as the server would do it. Needs the extra [serve].
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from simplellm.apps.batch_file import Line
 from simplellm.base.config import expect, one_of
-from simplellm.server.http.bodies import ValidationContext
-from simplellm.server.http.endpoint import Call, Generation, context_of
+from simplellm.server.http.endpoint import Call, Generation, Service
 from simplellm.server.http.errors import APIError, as_api_error, openai_form
 from simplellm.server.openai.chat import CHATS
 from simplellm.server.openai.completions import COMPLETIONS
 from simplellm.server.openai.responses import RESPONSES
-from simplellm.server.openai.responses_store import ResponseStore
+from simplellm.server.start import Options
 
 FIELDS = ("method", "url", "body")  # of a request
 ENDPOINTS = {one.path: one for one in (*COMPLETIONS, *CHATS, *RESPONSES[:1])}
 
 
-@dataclass(frozen=True)
-class OfflineService:
+class OfflineService(Service):
     """What endpoints need of a server. A body may name any model: there is but one."""
 
-    llm: Any
-    responses: ResponseStore  # in which nothing is found
+    def __post_init__(self) -> None:
+        """Nobody asks for metrics."""
 
     def check_model(self, name: str | None) -> str:
         return name or "simplellm"
-
-    def context(self) -> ValidationContext:
-        return context_of(self.llm, (), strict=False)
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Ignore it: what is ignored of a line changes no answer."""
@@ -57,8 +51,8 @@ def read_request(
         expect(isinstance(body, dict), "body", body, "an object", TypeError)
         kind = endpoint.body
         expect(not body.get("stream"), "stream", True, "false in a batch")
-        service: Any = OfflineService(llm, ResponseStore())
-        call = Call(service=service, request=None, id="")  # type: ignore[arg-type]
+        service = OfflineService(llm, Options(names=()))
+        call = Call(service, request=None, id="")  # type: ignore[arg-type]
         call.body = endpoint.read_parsed(call, with_defaults(body, defaults))
         return endpoint.handler(call)
     except Exception as error:

@@ -1,6 +1,6 @@
 """The bodies of /v1/messages, and the conversation that the model gets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
@@ -33,6 +33,7 @@ from simplellm.server.http.bodies import (
 )
 from simplellm.server.http.errors import APIError
 from simplellm.server.http.response_schemas import FLAG, TEXT, list_of
+from simplellm.server.openai.chat_body import offered_tools
 from simplellm.server.openai.chat_messages import refuse_unread
 from simplellm.server.openai.tools import ClientTools, flatten_tool, shown_name
 from simplellm.text.dialects.dialect import Dialect
@@ -196,7 +197,12 @@ class CountBody(Body):
             data["thinking"] = {**thinking, "type": "adaptive"}
         if isinstance(tools := data.get("tools"), list):
             tools = [as_custom(tool) for tool in tools]
-            data["tools"] = offered_here(tools, context, counted=cls is CountBody)
+            data["tools"] = offered_tools(
+                tools,
+                context,
+                lambda kind: kind in ("function", "custom") or built_in(kind),
+                needed=cls is not CountBody,  # they have no tokens here
+            )
             if data.get("mcp_servers") and tools:
                 del data["mcp_servers"]
                 context.ignore("mcp_servers")
@@ -341,24 +347,3 @@ def as_custom(tool: Any) -> Any:
         return tool
     fields = {key: value for key, value in flatten_tool(tool).items() if key != "type"}
     return {"input_schema": fields.pop("parameters", None) or {}, **fields}
-
-
-def offered_here(
-    tools: Sequence[Any], context: ValidationContext, counted: bool
-) -> list[Any]:
-    """Drop the tools that Anthropic's servers run, if others are left.
-
-    Where tokens are only ``counted`` all of them are dropped: they have no tokens here.
-    """
-    kept, left_out = [], []
-    for tool in tools:
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if isinstance(kind, str) and kind != "custom" and built_in(kind) is None:
-            left_out.append(kind)
-        else:
-            kept.append(tool)
-    if not kept and not counted:
-        return [*tools]
-    for kind in left_out:
-        context.ignore(f"tools.{kind}")
-    return kept

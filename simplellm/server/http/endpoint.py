@@ -103,7 +103,9 @@ class Service:
 
     def context(self) -> ValidationContext:
         """The context in which one body is validated."""
-        return context_of(self.llm, self.options.names, self.options.strict)
+        template = self.llm.input_processor.dialect is not HARMONY
+        names, strict = self.options.names, self.options.strict
+        return ValidationContext(strict, names, template=template)
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Log ignored names, each once: every request may have them."""
@@ -118,12 +120,6 @@ class Service:
             raise unavailable("the engine died", "engine_error")
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
-
-
-def context_of(llm: LLM, names: Sequence[str], strict: bool) -> ValidationContext:
-    """The context in which bodies for a model of this name are validated."""
-    template = llm.input_processor.dialect is not HARMONY
-    return ValidationContext(strict, names, template=template)
 
 
 @dataclass(eq=False)

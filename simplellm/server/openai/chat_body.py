@@ -1,7 +1,7 @@
 """The body of /v1/chat/completions: what a client may ask for."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Self
 
@@ -267,21 +267,28 @@ def from_item(item: Any) -> list[Any]:
     return [{"role": "assistant", "content": f"[{str(kind)[:50]}]"}]
 
 
-def offered_tools(tools: Sequence[Any], context: ValidationContext) -> list[Any]:
+def offered_tools(
+    tools: Sequence[Any],
+    context: ValidationContext,
+    is_known: Callable[[str], object] = KINDS.__contains__,
+    *,
+    needed: bool = True,
+) -> list[Any]:
     """Drop repeated tools, and those that the provider would run, if others are left.
 
-    If all tools are of that kind they stay, and are refused: an answer without them
-    would be another one.
+    Of a kind that ``is_known`` are those that the client runs. If there is none all
+    stay where they are ``needed``, and are refused: an answer without them would be
+    another one.
     """
     kept, left_out, seen = list[Any](), list[str](), set[Any]()
     for tool in tools:
         kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
-        if isinstance(kind, str) and kind not in KINDS:
+        if isinstance(kind, str) and not is_known(kind):
             left_out.append(f"tools.{kind}")
         elif not isinstance(text := as_text(tool), str) or text not in seen:
             kept.append(tool)
             seen.add(text if isinstance(text, str) else None)
-    if not kept:
+    if needed and not kept:
         return [*tools]
     for name in left_out:
         context.ignore(name)
