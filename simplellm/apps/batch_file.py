@@ -192,10 +192,7 @@ def generated_tokens(body: Mapping[str, Any]) -> int:
 
 
 def answer_all(
-    answer: Answer,
-    requests: Mapping[Id, Line],
-    file: IO[bytes],
-    done: dict[Id, bool],
+    answer: Answer, requests: Mapping[Id, Line], file: IO[bytes], done: dict[Id, bool]
 ) -> list[Exception]:
     """Append a result to ``file`` for each of the requests that is not ``done``.
 

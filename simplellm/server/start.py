@@ -68,10 +68,7 @@ def spawn(**variables: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
         number = theirs.fileno()
         command = [sys.executable, "-m", "simplellm.server.remote.core", str(number)]
         process = subprocess.Popen(
-            command,
-            pass_fds=[number],
-            process_group=0,
-            env={**os.environ, **variables},
+            command, pass_fds=[number], process_group=0, env={**os.environ, **variables}
         )
     return process, ours
 

@@ -193,6 +193,4 @@ class Chat(Choices):
         return body | {"usage": usage_fields(usage)}
 
 
-CHATS = [
-    Endpoint("POST", "/v1/chat/completions", Chat, body=ChatBody, result=CHAT),
-]
+CHATS = [Endpoint("POST", "/v1/chat/completions", Chat, body=ChatBody, result=CHAT)]

@@ -111,6 +111,7 @@ class Response(Generation):
     ) -> dict[str, Any]:
         """The response as it stands; ``why`` is the reason if it is incomplete."""
         body, params = self.body, self.requests[0].params
+        choice = body.tool_choice  # a chat's form is translated
         unfinished = status if status == "in_progress" else "incomplete"
         return {
             "id": self.id,
@@ -128,7 +129,7 @@ class Response(Generation):
             "store": body.store,
             "background": body.background,
             "tools": [tool_of(tool) for tool in body.tools or ()],
-            "tool_choice": body.tool_choice_object,
+            "tool_choice": choice if isinstance(choice, str) else flatten_tool(choice),
             "parallel_tool_calls": body.parallel_tool_calls,
             "max_tool_calls": body.max_tool_calls,
             "reasoning": {"effort": body.effort, "summary": None},

@@ -29,7 +29,7 @@ from simplellm.server.openai.responses_items import (
     SomeItem,
     known_items,
 )
-from simplellm.server.openai.tools import KINDS, flatten_tool
+from simplellm.server.openai.tools import KINDS
 
 LOGPROBS = "message.output_text.logprobs"
 # What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
@@ -69,9 +69,7 @@ class Reasoning(Body):
 class Text(Body):
     """What form the answer's text is to have."""
 
-    unsupported: ClassVar = {
-        "verbosity": Unsupported(NOT_HERE, ("medium",), hint=True),
-    }
+    unsupported: ClassVar = {"verbosity": Unsupported(NOT_HERE, ("medium",), hint=True)}
 
     prefix = "text."
 
@@ -192,13 +190,6 @@ class ResponsesBody(LabeledBody):
         fields = given.get("json_schema", given)  # which may stand as in chats
         fields = {name: fields.get(name) for name in ("name", "description", "schema")}
         return {"type": "json_schema", **fields, "strict": True}
-
-    @property
-    def tool_choice_object(self) -> str | dict[str, Any]:
-        """The tool_choice as the response repeats it; a chat's form is translated."""
-        if isinstance(self.tool_choice, str):
-            return self.tool_choice
-        return flatten_tool(self.tool_choice)
 
     @property
     def logprobs(self) -> bool:
