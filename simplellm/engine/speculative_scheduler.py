@@ -79,7 +79,8 @@ class SpeculativeScheduler(Scheduler):
             self._last = (0.0, None)
         else:
             scheduled = self._with_all_drafts(scheduled)
-        self._launching = {chunk.request.request_id for chunk in scheduled}
+        if self._checking or self._launching:  # else there are no drafts to drop
+            self._launching = {chunk.request.request_id for chunk in scheduled}
         return scheduled
 
     def _with_all_drafts(self, scheduled: list[ScheduledChunk]) -> list[ScheduledChunk]:
