@@ -799,6 +799,8 @@ def test_a_large_body_is_read_in_another_thread(served: Served) -> None:
 def test_paths_and_methods(served: Served) -> None:
     answer = served.client.get("/v1/nothing")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+    error = served.client.get("/v1/messages/batches").json()
+    assert error["type"] == "error" and error["error"]["type"] == "not_found_error"
     answer = served.client.get(COMPLETE)
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"
     assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -7,8 +7,10 @@ import re
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import UTC, datetime
 from reprlib import repr as short
+from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -92,12 +94,17 @@ class RequestMiddleware:
             if status:  # the answer has begun: the connection breaks off
                 LOGGER.exception("request %s failed in its answer", call.id)
                 raise
-            form = self.forms.get(request.url.path, openai_form)
-            answer = as_json(form(api_error), api_error.status, api_error.headers)
+            body = self.form(request.url.path)(api_error)
+            answer = as_json(body, api_error.status, api_error.headers)
             await answer(scope, receive, sending)
         finally:
             self.service.running -= 1
             self.log(call, status, time.monotonic() - start)
+
+    def form(self, path: str) -> Callable[[APIError], Any]:
+        """How errors look at ``path``: as at its endpoint, or the one above it."""
+        above = "/".join(path.split("/")[:3])  # as /v1/messages of what is not served
+        return self.forms.get(path) or self.forms.get(above, openai_form)
 
     def meant(self, path: str) -> str:
         """The path that we know of those that clients make of their base URL.
