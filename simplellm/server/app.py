@@ -7,10 +7,8 @@ import re
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
 from datetime import UTC, datetime
 from reprlib import repr as short
-from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -30,7 +28,12 @@ from simplellm.server.http.endpoint import (
     Service,
     as_json,
 )
-from simplellm.server.http.errors import APIError, as_api_error, openai_form
+from simplellm.server.http.errors import (
+    APIError,
+    ErrorForm,
+    as_api_error,
+    openai_form,
+)
 from simplellm.server.http.live_view import SnapshotPoller
 from simplellm.server.http.openapi import openapi
 from simplellm.server.openai import chat, completions, responses
@@ -101,7 +104,7 @@ class RequestMiddleware:
             self.service.running -= 1
             self.log(call, status, time.monotonic() - start)
 
-    def form(self, path: str) -> Callable[[APIError], Any]:
+    def form(self, path: str) -> ErrorForm:
         """How errors look at ``path``: as at its endpoint, or the one above it."""
         above = "/".join(path.split("/")[:3])  # as /v1/messages of what is not served
         return self.forms.get(path) or self.forms.get(above, openai_form)

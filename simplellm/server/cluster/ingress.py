@@ -29,7 +29,13 @@ from simplellm.server.http.endpoint import (
     check_size,
     response_body,
 )
-from simplellm.server.http.errors import RETRY, APIError, openai_form, unavailable
+from simplellm.server.http.errors import (
+    RETRY,
+    APIError,
+    ErrorForm,
+    openai_form,
+    unavailable,
+)
 from simplellm.server.http.metrics import join_texts
 from simplellm.server.http.small_endpoints import PROMETHEUS
 from simplellm.server.remote.prefixes import digests_of
@@ -65,6 +71,7 @@ class Ingress:
         """Answer one request."""
         request = HTTPRequest(scope, receive)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        form = FORMS.get(path, openai_form)
         try:
             body = bytearray()
             async for part in request.stream():
@@ -75,11 +82,10 @@ class Ingress:
                 await answer(scope, receive, send)
                 return
             hints = await self.hints(path, bytes(body))
-            await self.forward(scope, bytes(body), hints, send)
+            await self.forward(scope, bytes(body), hints, form, send)
         except ClientDisconnect:
             return
         except APIError as error:
-            form = FORMS.get(path, openai_form)
             answer = as_json(form(error), error.status, error.headers)
             await answer(scope, receive, send)
 
@@ -109,7 +115,12 @@ class Ingress:
         return RoutingHints()
 
     async def forward(
-        self, scope: Scope, body: bytes, hints: RoutingHints, send: Send
+        self,
+        scope: Scope,
+        body: bytes,
+        hints: RoutingHints,
+        form: ErrorForm,
+        send: Send,
     ) -> None:
         """Have a replica answer. If it is lost before it begins, another one may.
 
@@ -135,7 +146,6 @@ class Ingress:
                 LOGGER.warning("a replica is lost: %r", error)
                 lost = unavailable("the replica ended", "engine_error")
                 if started and kind.startswith(b"text/event-stream"):
-                    form = FORMS.get(scope["path"], openai_form)
                     await send(response_body(sse.event(form(lost)), more=False))
                     return
                 if started or last:

@@ -45,6 +45,7 @@ from simplellm.server.http.bodies import (
 from simplellm.server.http.errors import (
     UNMEANT,
     APIError,
+    ErrorForm,
     as_api_error,
     openai_form,
     unavailable,
@@ -227,7 +228,7 @@ class Endpoint:
     open: bool = False  # whether it needs no key, and answers while the server drains
     media: str = "application/json"  # what it answers with, streams aside
     result: Mapping[str, Any] = field(default_factory=dict)  # its JSON schema
-    form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
+    form: ErrorForm = openai_form  # of errors
 
     @property
     def summary(self) -> str:

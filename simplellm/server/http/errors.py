@@ -1,7 +1,7 @@
 """Errors of requests, in HTTP and in the forms that clients expect."""
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from simplellm.api.checks import ContextLengthError
@@ -45,6 +45,10 @@ class APIError(Exception):
         if self.status == 429:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
+
+
+# Makes the body of an error.
+ErrorForm = Callable[[APIError], dict[str, Any]]
 
 
 def openai_form(error: APIError) -> dict[str, Any]:
