@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from simplellm import LLM, EngineConfig, SamplingParams
+from simplellm.engine.ranks import ForwardPass
 
 ROWS = 64  # steps with tokens of their own
 
@@ -30,11 +31,12 @@ def without_model(llm: LLM, streams: int) -> None:
     table = torch.randint(256, shape, generator=generator, dtype=torch.int32)
     steps = iter(range(10**9))
 
-    def compute(flat: Any, shape: Any, count: int, *others: Any) -> list[Any]:
+    def compute(forward: ForwardPass, graph: Any) -> list[Any]:
+        count = forward.samples
         runner.sampled_tokens[:count] = table[next(steps) % ROWS, :count]
         return []
 
-    runner.compute = compute  # type: ignore[method-assign, assignment]
+    runner.compute = compute  # type: ignore[method-assign]
 
 
 def measure(streams: int, tokens: int) -> dict[str, float]:
