@@ -150,11 +150,8 @@ def type_of(schema: Any, indent: str = "") -> str:
 def property_of(name: str, schema: Any, indent: str) -> str:
     """The lines of one property: comments, name, type and default."""
     schema = schema if isinstance(schema, dict) else {}
-    variants, title, text = (
-        schema.get("oneOf"),
-        text_of(schema, "title"),
-        text_of(schema),
-    )
+    title, text = text_of(schema, "title"), text_of(schema)
+    variants = schema.get("oneOf")
     lines = [] if title is None else [f"// {title}", "//"]
     about = [] if text is None else [f"// {text}"]
     given = schema.get("examples")
