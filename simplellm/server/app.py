@@ -46,11 +46,18 @@ ENDPOINTS: list[Endpoint] = [
     *messages.MESSAGES,
     *small_endpoints.SMALL_ENDPOINTS,
 ]
+FORMS = {endpoint.path: endpoint.form for endpoint in ENDPOINTS}
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
 ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's name for it and Anthropic's
 IGNORED_HEADER = b"x-ignored-parameters"
 # OpenAI's names for statuses that come from routing.
 ROUTING = {404: "not_found", 405: "method_not_allowed"}
+
+
+def error_form(path: str) -> ErrorForm:
+    """How errors look at ``path``: as at its endpoint, or the one above it."""
+    above = "/".join(path.split("/")[:3])  # as /v1/messages of what is not served
+    return FORMS.get(path) or FORMS.get(above, openai_form)
 
 
 class RequestMiddleware:
@@ -64,8 +71,8 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, service: Service, endpoints: list[Endpoint]):
         self.app, self.service = app, service
         self.open = {e.path for e in endpoints if e.open}
-        self.forms = {e.path: e.form for e in endpoints}
-        self.paths = [compile_path(path)[0] for path in self.forms]
+        self.known = {e.path for e in endpoints}
+        self.paths = [compile_path(path)[0] for path in self.known]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope = {**scope, "path": self.meant(scope["path"])}
@@ -97,24 +104,19 @@ class RequestMiddleware:
             if status:  # the answer has begun: the connection breaks off
                 LOGGER.exception("request %s failed in its answer", call.id)
                 raise
-            body = self.form(request.url.path)(api_error)
+            body = error_form(request.url.path)(api_error)
             answer = as_json(body, api_error.status, api_error.headers)
             await answer(scope, receive, sending)
         finally:
             self.service.running -= 1
             self.log(call, status, time.monotonic() - start)
 
-    def form(self, path: str) -> ErrorForm:
-        """How errors look at ``path``: as at its endpoint, or the one above it."""
-        above = "/".join(path.split("/")[:3])  # as /v1/messages of what is not served
-        return self.forms.get(path) or self.forms.get(above, openai_form)
-
     def meant(self, path: str) -> str:
         """The path that we know of those that clients make of their base URL.
 
         It may lack the "/v1" or have it twice, and slashes, too.
         """
-        if path in self.forms:
+        if path in self.known:
             return path
         plain = re.sub("/+", "/", path).rstrip("/") or "/"
         bare = plain.rpartition("/v1/")[2].removeprefix("/")

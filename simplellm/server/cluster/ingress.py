@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from simplellm.server.app import ENDPOINTS
+from simplellm.server.app import error_form
 from simplellm.server.cluster.engine import ReplicaGoneError
 from simplellm.server.cluster.router import RoutingHints
 from simplellm.server.cluster.shared_state import digest_of_id
@@ -29,13 +29,7 @@ from simplellm.server.http.endpoint import (
     check_size,
     response_body,
 )
-from simplellm.server.http.errors import (
-    RETRY,
-    APIError,
-    ErrorForm,
-    openai_form,
-    unavailable,
-)
+from simplellm.server.http.errors import RETRY, APIError, ErrorForm, unavailable
 from simplellm.server.http.metrics import join_texts
 from simplellm.server.http.small_endpoints import PROMETHEUS
 from simplellm.server.remote.prefixes import digests_of
@@ -50,7 +44,6 @@ STRIDE_BYTES = 256  # between two prefixes of a prompt; some 64 tokens
 MAX_PREFIX_BYTES = 1024 * STRIDE_BYTES  # of a prompt that count
 SHARED_SECONDS = 2.0  # for `SharedState`; a request can go on without hints
 ONE_RESPONSE = re.compile(r"/v1/responses/([^/]+)")
-FORMS = {endpoint.path: endpoint.form for endpoint in ENDPOINTS}
 # Ray's names of what a replica's end does to those who wait for it, and ours.
 LOST = (RayError, ReplicaGoneError, DeploymentUnavailableError)
 
@@ -71,7 +64,7 @@ class Ingress:
         """Answer one request."""
         request = HTTPRequest(scope, receive)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        form = FORMS.get(path, openai_form)
+        form = error_form(path)
         try:
             body = bytearray()
             async for part in request.stream():
