@@ -267,15 +267,13 @@ class Run:
 
     def batch(self, count: int) -> dict[str, Any]:
         """A row of the record: medians of the turns."""
-        draw = random.Random(count)
+        draw, every = random.Random(count), range(self.vocab_size)
         turns: dict[str, list[dict[str, float]]] = {name: [] for name in self.ways}
         for turn in range(self.args.turns + 1):
-            # The first one warms up, and what is known of other batches is gone.
+            # The first one warms up, and what is known of other batches is gone. All
+            # ways have the same prompts: others take other experts, and other times.
+            prompts = [draw.choices(every, k=self.args.prompt) for _ in range(count)]
             for name in self.ways:
-                every = range(self.vocab_size)
-                prompts = [
-                    draw.choices(every, k=self.args.prompt) for _ in range(count)
-                ]
                 figures = self.way(name, prompts)
                 if turn:
                     turns[name].append(figures)
