@@ -35,8 +35,8 @@ ROWS: Headings = {
 }
 
 NOTE = """
-The accepted length is how many tokens a step gives that checks drafts. Predicted
-is the speed by what steps of so many tokens cost, each measured by itself.
+Accepted length: how many tokens a step gives that checks drafts.
+Predicted: the speed by what steps of so many tokens cost, each timed by itself.
 """
 
 
