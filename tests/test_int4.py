@@ -33,6 +33,8 @@ from simplellm.checkpoint.int4 import (
 from simplellm.model.layers import Dense
 from simplellm.model.memory import Need
 from simplellm.model.ops import PLAIN
+from simplellm.server.remote.client import RemoteEngine, load_remote
+from simplellm.server.start import spawn
 
 KINDS = list(READERS)
 ULP = 2**-7  # of bfloat16, at most
@@ -238,6 +240,20 @@ def test_numbers_that_are_asked_for_stay_numbers(
     monkeypatch.setattr(choose_operations, "has_int4_product", lambda: False)
     with LLM(file, **options) as llm:
         assert packed_in(llm) == {False}
+
+
+def test_a_server_takes_them_packed_as_well(file: Path, packing: None) -> None:
+    config = EngineConfig(max_num_seqs=4)
+    ask: dict[str, Any] = {"max_tokens": 3, "prompt_logprobs": 0, "temperature": 0}
+    model = load_remote(RemoteEngine(*spawn()), str(file), config, device="cpu")
+    with LLM.of(model) as far, LLM(file, config, device="cpu") as near:
+        found, packed = (
+            llm.generate([IDS[:5].tolist()], **ask).result()[0].prompt_logprobs
+            for llm in (far, near)
+        )
+    with LLM(file, config, device="cpu", dtype="float32") as exact:
+        others = exact.generate([IDS[:5].tolist()], **ask).result()[0].prompt_logprobs
+    assert found == packed != others
 
 
 def test_a_wrong_product_is_not_used(

@@ -219,6 +219,19 @@ def test_the_same_tokens_as_in_one_process(near: LLM, far: LLM, case: str) -> No
         )
 
 
+def test_a_model_is_opened_as_in_one_process() -> None:
+    """With the head in its own folder, and the formats that a CPU multiplies."""
+    config = replace(SMALL, max_model_len=300, speculative="head")
+    model = load_remote(RemoteEngine(*spawn()), None, config, device="cpu")
+    with LLM.of(model) as far, LLM(None, config, device="cpu") as near:
+        wanted, found = (
+            llm.generate("What is 47 + 85?", max_tokens=20, temperature=0).result(60)
+            for llm in (near, far)
+        )
+        assert found[0].token_ids == wanted[0].token_ids
+        assert near.stats().drafts == far.stats().drafts > 0
+
+
 @pytest.mark.parametrize("rules", [{}, {"bad_words": ["ab"], "min_tokens": 2}])
 def test_grammars(near: LLM, far: LLM, rules: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")

@@ -78,12 +78,10 @@ def load(
     device = find_device(device)
     ok = isinstance(config, EngineConfig | None)
     expect(ok, "config", config, "an EngineConfig", TypeError)
-    config = (config or EngineConfig()).changed(options or {}).resolved(device.type)
-    config = with_own_head(config, path_of(path))
-    packed = takes_packed(config, dtype, device)
-    dtype = find_dtype(dtype, device)
-    source = open_weights(path, dtype, device, random_weights, seed, packed)
-    find_head(config, source.config)
+    config = (config or EngineConfig()).changed(options or {})
+    source, config, dtype = open_model(
+        path, config, dtype, device, random_weights, seed
+    )
     input_processor = InputProcessor.open(path_of(path), source.config)
     given = path, dtype, device, random_weights, seed
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
@@ -94,6 +92,26 @@ def load(
     limit, compiler = engine.max_model_len, input_processor.grammars.compile
     input_processor = replace(input_processor, max_model_len=limit, compiler=compiler)
     return LoadedModel(engine, input_processor, why, seconds)
+
+
+def open_model(
+    path: str | Path | None,
+    config: EngineConfig,
+    dtype: torch.dtype | str | None,
+    device: torch.device,
+    random_weights: bool,
+    seed: int | None,
+) -> tuple[Source, EngineConfig, torch.dtype]:
+    """Weights that are open and not read yet, and what `load_engine` takes with them.
+
+    Raises the errors of `open_weights`, and ValueError for what can't draft for them.
+    """
+    config = with_own_head(config.resolved(device.type), path_of(path))
+    packed = takes_packed(config, dtype, device)
+    dtype = find_dtype(dtype, device)
+    source = open_weights(path, dtype, device, random_weights, seed, packed)
+    find_head(config, source.config)  # before anything takes long
+    return source, config, dtype
 
 
 def load_engine(

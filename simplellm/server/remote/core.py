@@ -19,16 +19,15 @@ from functools import cached_property
 from typing import Any
 
 from simplellm.api.input_processor import InputProcessor
-from simplellm.api.load import load_engine
+from simplellm.api.load import load_engine, open_model
 from simplellm.base.config import EngineConfig
 from simplellm.base.event_queue import EventQueue
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import Event
-from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.folder import path_of
 from simplellm.engine.engine import Engine
 from simplellm.engine.start_ranks import start_ranks
-from simplellm.model.machine import find_device, find_dtype
+from simplellm.model.machine import find_device
 from simplellm.server.remote.wire import as_frame, frames, join_events, request_of
 from simplellm.server.start import freeze_objects
 
@@ -58,10 +57,10 @@ class Core:
     def load(self, path: str | None, config: dict[str, Any], **options: Any) -> Any:
         """Load the engine. Returns what the server has to know of it."""
         device = find_device(options["device"])
-        resolved = EngineConfig(**config).resolved(device.type)
-        dtype = find_dtype(options["dtype"], device)
-        random = options["random_weights"], options["seed"]
-        source = open_weights(path, dtype, device, *random)
+        asked, random = options["dtype"], (options["random_weights"], options["seed"])
+        source, resolved, dtype = open_model(
+            path, EngineConfig(**config), asked, device, *random
+        )
         self.link.sendall(as_frame({}))  # the server may read the folder, too
         self.path = path_of(path)
         self.config = source.config
