@@ -223,12 +223,12 @@ def test_a_real_model_is_measured(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("own", [False, True])
-def test_several_ranks_are_measured_beside_one(own, monkeypatch):
+@pytest.mark.parametrize("ways", [(False, False), (True, False), (False, True)])
+def test_several_ranks_are_measured_beside_one(ways, monkeypatch):
     sizes = {"vocab_size": 1000, "hidden_size": 32, "intermediate_size": 48}
     sizes |= {"num_hidden_layers": 1, "head_dim": 16}
     small = speeds.MODELS["Llama-3.1-8B"][1] | sizes
-    if own:
+    if any(ways):
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
         small |= {"model_type": "mixtral", **experts}
     monkeypatch.setitem(speeds.MODELS, "small", ("small", small))
@@ -236,7 +236,7 @@ def test_several_ranks_are_measured_beside_one(own, monkeypatch):
     monkeypatch.setattr(parallel, "LENGTH", 6)
     monkeypatch.setattr(parallel, "CACHE", 10**7)
     monkeypatch.setattr(parallel, "PREFILL", (2, 220))
-    row = parallel.measured("small", 2, [1], own)
+    row = parallel.measured("small", 2, [1], *ways)
     (decode,) = row["decode"]
     assert row["error"] < 1e-4 and decode["batch"] == 1
     assert min(map(min, decode["step_ms"])) > 0 and decode["times"] > 0

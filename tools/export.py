@@ -29,6 +29,7 @@ from pathlib import Path
 from cells import cells as all_cells
 from cells import chapter_files
 from joining import Cell, ExportError, defined_names, joined, parse
+from ruff import find_ruff_bin
 
 PACKAGE = "simplellm"
 ADVICE = "chapters/course/blanks.toml"
@@ -112,7 +113,7 @@ def writers(cells: list[Cell]) -> list[str]:
 def ruff(root: Path, path: str, source: str, *arguments: str) -> str:
     """ruff's standard output for ``source``, checked as if it stood at ``path``."""
     result = subprocess.run(
-        [sys.executable, "-m", "ruff", *arguments, "--stdin-filename", path, "-"],
+        [find_ruff_bin(), *arguments, "--stdin-filename", path, "-"],
         cwd=root,
         input=source,
         capture_output=True,

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from shutil import copytree
 from typing import Any, NamedTuple
 
 import appendices
@@ -91,11 +92,17 @@ def fill(folder: Path, sources: dict[str, str]) -> None:
         path.write_text(workbook.with_cells(text, cells_of), encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "workbook"
+    workbook.make(folder)
+    return folder
+
+
 @pytest.fixture
-def empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    workbook.make(tmp_path / "workbook")
-    capsys.readouterr()
-    return tmp_path / "workbook"
+def empty(made: Path, tmp_path: Path) -> Path:
+    """A workbook of one's own, to write in."""
+    return copytree(made, tmp_path / "workbook", symlinks=True)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,11 @@
     python tools/gpu/parallel.py --json figures/e-tensor-parallel.json
     python tools/gpu/parallel.py --models Llama-3.1-8B --json OUT
     python tools/gpu/parallel.py --data-parallel --models gpt-oss-120b --batch 64,256
+    python tools/gpu/parallel.py --expert-parallel --models gpt-oss-120b
     python tools/gpu/parallel.py --large --models Llama-3.3-70B --batch 1,8,64
 
-With --data-parallel each GPU has so many requests of its own, and they share the
+With --expert-parallel each GPU has whole experts, where otherwise it has its part of
+each. With --data-parallel each GPU has so many requests of its own, and they share the
 experts: then "times" is against as many replicas. With --large the model fits no single
 GPU, and steps stand beside the time in which each GPU reads its share of the bytes.
 
@@ -41,11 +43,13 @@ PREFILL = 32, 2048
 DRAWN = {"temperature": 1.0, "top_p": 0.9}
 
 
-def opened(model: str, ranks: int, own: bool = False) -> LLM:
-    """An LLM on so many GPUs, each with its ``own`` requests if that is so."""
+def opened(model: str, ranks: int, own: bool = False, whole: bool = False) -> LLM:
+    """An LLM on so many GPUs, each with its ``own`` requests or ``whole`` experts."""
     sizes: Any = {"tensor_parallel_size": ranks}
-    if own and ranks > 1:
-        sizes = {"data_parallel_size": ranks, "enable_expert_parallel": True}
+    if ranks > 1:
+        if own:
+            sizes = {"data_parallel_size": ranks}
+        sizes["enable_expert_parallel"] = own or whole
     config = EngineConfig(
         max_num_seqs=256 if own else 64,
         max_num_batched_tokens=8192,
@@ -84,16 +88,17 @@ def prefill(llm: LLM, share: int) -> float:
 class Engines:
     """Engines of one model by their ranks, as many at once as fit."""
 
-    def __init__(self, model: str, own: bool) -> None:
-        self.model, self.own, self.there = model, own, dict[int, LLM]()
+    def __init__(self, model: str, own: bool, whole: bool) -> None:
+        self.model, self.shared = model, (own, whole)
+        self.there = dict[int, LLM]()
 
     def __getitem__(self, ranks: int) -> LLM:
         if ranks not in self.there:
             try:
-                self.there[ranks] = opened(self.model, ranks, self.own)
+                self.there[ranks] = opened(self.model, ranks, *self.shared)
             except torch.OutOfMemoryError:
                 self.close()
-                self.there[ranks] = opened(self.model, ranks, self.own)
+                self.there[ranks] = opened(self.model, ranks, *self.shared)
         return self.there[ranks]
 
     def close(self) -> None:
@@ -104,11 +109,11 @@ class Engines:
 
 
 def measured(
-    model: str, ranks: int, batches: list[int], own: bool = False
+    model: str, ranks: int, batches: list[int], own: bool = False, whole: bool = False
 ) -> dict[str, Any]:
     """The record of a model; ``batches`` are those of each GPU if they have ``own``."""
     share = {1: 1, ranks: ranks if own else 1}  # of an engine, beside one GPU's
-    with contextlib.closing(Engines(model, own)) as engines:
+    with contextlib.closing(Engines(model, own, whole)) as engines:
         both = [scores(engines[n]) for n in (ranks, 1)]
         errors = [abs(one - other) for one, other in zip(*both, strict=True)]
         print(f"  logprobs differ by {mean(errors):.4f}, {max(errors):.4f} at most")
@@ -163,6 +168,7 @@ def main() -> None:
     parser.add_argument("--models", default="gpt-oss-20b,Llama-3.1-8B")
     parser.add_argument("--batch", default="1,8,64")
     parser.add_argument("--data-parallel", action="store_true")
+    parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
     result = {**header(), "gpus": options.ranks, "rows": []}
@@ -171,7 +177,8 @@ def main() -> None:
         if options.large:
             row = measured_large(model, options.ranks, batches)
         else:
-            row = measured(model, options.ranks, batches, options.data_parallel)
+            ways = options.data_parallel, options.expert_parallel
+            row = measured(model, options.ranks, batches, *ways)
         result["rows"].append(row)
         save(result, options.json)
 
