@@ -1383,4 +1383,4 @@ def test_chats_are_refused_on_purpose(
         except (TypeError, ValueError) as error:
             assert "expected" in str(error)
         else:
-            assert len(made.requests[0].tokens) > 10
+            assert len(made.specs[0].tokens) > 10

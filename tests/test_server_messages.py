@@ -722,7 +722,7 @@ def test_bodies_are_refused_on_purpose(
         except (TypeError, ValueError) as error:
             assert "expected" in str(error)
         else:
-            assert len(made.requests[0].tokens) > 10
+            assert len(made.specs[0].tokens) > 10
 
 
 def test_an_answer_that_is_begun(

@@ -872,7 +872,7 @@ def test_bodies_are_refused_on_purpose(
         except (TypeError, ValueError) as error:
             assert "expected" in str(error)
         else:
-            assert len(made.requests[0].tokens) > 10
+            assert len(made.specs[0].tokens) > 10
 
 
 def test_the_document_is_true_of_responses(strict: Served) -> None:

@@ -131,8 +131,8 @@ class LLM:
         its computation and its pages; with a seed s they draw with s, s + 1, ...
         Cancelling or dropping the future ends its requests. ``use_tqdm`` shows a bar.
         """
-        requests = self.input_processor.process_all(prompts, sampling_params, overrides)
-        samples = self._samples(requests)
+        specs = self.input_processor.process_all(prompts, sampling_params, overrides)
+        samples = self._samples(specs)
         return future_of(self, self._output_processor, samples, outputs, show=use_tqdm)
 
     def stream(
@@ -146,8 +146,8 @@ class LLM:
         Texts are whole characters and never part of a stop string; the last output
         has the finish_reason. Closing or dropping the iterator ends the request.
         """
-        request = self.input_processor.process(prompt, sampling_params, overrides)
-        return Stream(self, self._output_processor, self._one_sample(request))
+        spec = self.input_processor.process(prompt, sampling_params, overrides)
+        return Stream(self, self._output_processor, self._one_sample(spec))
 
     def stream_async(
         self,
@@ -159,8 +159,8 @@ class LLM:
 
         The request starts with the iteration, its ``timeout`` with this call.
         """
-        request = self.input_processor.process(prompt, sampling_params, overrides)
-        return AsyncStream(self, self._output_processor, self._one_sample(request))
+        spec = self.input_processor.process(prompt, sampling_params, overrides)
+        return AsyncStream(self, self._output_processor, self._one_sample(spec))
 
     @overload
     def chat(self, messages: Messages, **options: Any) -> ChatOutput: ...
@@ -186,9 +186,9 @@ class LLM:
         self, messages: Any, *, use_tqdm: bool = False, **options: Any
     ) -> RequestFuture:
         """The future of what `chat` returns, as that of `generate`."""
-        requests = self.input_processor.process_chats(messages, options)
+        specs = self.input_processor.process_chats(messages, options)
         result = turns if is_several(messages) else turn
-        samples = self._samples(requests, chat=True)
+        samples = self._samples(specs, chat=True)
         return future_of(self, self._output_processor, samples, result, show=use_tqdm)
 
     async def chat_async(self, messages: Any, **options: Any) -> Any:
@@ -201,17 +201,16 @@ class LLM:
         ``options`` are those of `chat`, without ``n``. The stream's ``output()`` is the
         `ChatChoice` that it has come to.
         """
-        request = self.input_processor.process_chat(messages, **options)
-        sample = self._one_sample(request, chat=True)
-        return Stream(self, self._output_processor, sample)
+        spec = self.input_processor.process_chat(messages, **options)
+        return Stream(self, self._output_processor, self._one_sample(spec, chat=True))
 
     def stream_chat_async(
         self, messages: Messages, **options: Any
     ) -> AsyncStream[Delta]:
         """Like `stream_chat`, for ``async for``; deltas that waited come as one."""
-        request = self.input_processor.process_chat(messages, **options)
-        sample = self._one_sample(request, chat=True)
-        return AsyncStream(self, self._output_processor, sample)
+        spec = self.input_processor.process_chat(messages, **options)
+        samples = self._one_sample(spec, chat=True)
+        return AsyncStream(self, self._output_processor, samples)
 
     def replies(
         self,
@@ -265,6 +264,5 @@ class LLM:
 
     def _one_sample(self, spec: RequestSpec, chat: bool = False) -> Samples:
         """`_samples` for a stream: the only one."""
-        n = spec.params.n
-        expect(n == 1, "n", n, "1 for a stream; `replies` reads several")
+        expect((n := spec.params.n) == 1, "n", n, "1 for a stream; `replies` reads all")
         return self._samples([spec], chat=chat)

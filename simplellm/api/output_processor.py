@@ -85,8 +85,7 @@ class OutputProcessor:
         # Futures with pending callbacks, held so the caller may drop them.
         self.awaited: set[Future[Any]] = set()
         # What wakes each event loop, for as long as somebody reads in it.
-        self.wakers: weakref.WeakValueDictionary[Any, Any]
-        self.wakers = weakref.WeakValueDictionary()
+        self.wakers = weakref.WeakValueDictionary[Any, Any]()
         self.request_ids = itertools.count()
         self.thread = threading.Thread(None, self._run, "simplellm-text", daemon=True)
 

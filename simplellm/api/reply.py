@@ -123,10 +123,9 @@ class ChatReply(BaseReply):
     ) -> None:
         super().__init__(request, tokenizer)
         self._parser = parser or HarmonyParser(tokenizer)
-        self._num_messages = 0  # messages
+        self._num_messages = 0  # that are complete
         self._stops = StopStrings.of(request.params)
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
+        self._reasoning, self._content = list[str](), list[str]()
 
     def push(self, event: Event) -> list[Delta]:
         """What ``event`` adds to the turn's messages, and where calls begin."""

@@ -72,7 +72,7 @@ async def answer_line(
         made = read_request(llm, line.request, defaults)
     except APIError as refused:
         return refused.status, openai_form(refused)
-    replies = llm.replies(made.requests, n=made.n, chat=made.chat)
+    replies = llm.replies(made.specs, n=made.n, chat=made.chat)
     made.begin(replies)
     if made.gathers:
         async for index, part in replies:

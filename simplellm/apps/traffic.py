@@ -90,7 +90,7 @@ async def to_engine(llm: Any) -> AsyncIterator[Send]:
     async def send(arrival: Arrival, outcome: Outcome) -> None:
         request = {"url": arrival.url, "body": arrival.body}
         made = offline.read_request(llm, request, {})
-        async with llm.replies(made.requests, n=made.n, chat=made.chat) as replies:
+        async with llm.replies(made.specs, n=made.n, chat=made.chat) as replies:
             async for _, part in replies:
                 outcome.push([UNCOUNTED] if made.chat else part.token_ids)
             usage = replies.usage()

@@ -195,7 +195,7 @@ class AnthropicMessage(Generation):
         return {"stop_reason": reason, "stop_sequence": None}
 
     def first(self) -> list[dict[str, Any]]:
-        so_far = Usage(len(self.requests[0].tokens), 0, 0, 0)  # as far as is known
+        so_far = Usage(len(self.specs[0].tokens), 0, 0, 0)  # as far as is known
         end = {"stop_reason": None, "stop_sequence": None}
         message = self.object([], end, so_far)
         return [{"type": "message_start", "message": message}, PING]

@@ -165,9 +165,9 @@ class Generation:
     gathers: ClassVar[bool] = False
 
     def __init__(
-        self, requests: list[RequestSpec], *, n: int = 1, chat: bool, stream: bool
+        self, specs: list[RequestSpec], *, n: int = 1, chat: bool, stream: bool
     ) -> None:
-        self.requests, self.n = requests, n
+        self.specs, self.n = specs, n
         self.chat, self.stream = chat, stream
         # Whether it goes on when the client leaves. A client that wants no stream then
         # needn't wait: it gets `now` at the beginning.
@@ -458,8 +458,8 @@ async def chunks_with_retry(
 async def chunks(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     """The chunks of a body, from one engine."""
     llm = call.service.llm
-    timer = call.service.metrics.timer(answer.requests, answer.n)
-    replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
+    timer = call.service.metrics.timer(answer.specs, answer.n)
+    replies = llm.replies(answer.specs, n=answer.n, chat=answer.chat)
     replies.ends = answer.stream
     request_ids = [reader.request.request_id for reader in replies.readers]
     call.service.calls |= dict.fromkeys(request_ids, call.id)

@@ -108,10 +108,10 @@ class ServerMetrics:
         }
         self.registry.register(self)
 
-    def timer(self, requests: Sequence[RequestSpec], n: int) -> RequestTimer:
-        """A timer for an HTTP request that asks for these ``requests``."""
-        for request in requests:
-            self.times["request_params_max_tokens"].observe(request.max_tokens)
+    def timer(self, specs: Sequence[RequestSpec], n: int) -> RequestTimer:
+        """A timer for an HTTP request that asks for ``n`` samples of each spec."""
+        for spec in specs:
+            self.times["request_params_max_tokens"].observe(spec.max_tokens)
             self.times["request_params_n"].observe(n)
         return RequestTimer(self.times)
 

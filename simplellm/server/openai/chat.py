@@ -187,7 +187,7 @@ class Chat(Choices):
             choices.append(choice)
         body = self.object(choices)
         if self.body.return_token_ids:
-            body["prompt_token_ids"] = self.requests[0].tokens
+            body["prompt_token_ids"] = self.specs[0].tokens
         if self.body.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
         return body | {"usage": usage_fields(usage)}

@@ -78,18 +78,18 @@ class Choices(Generation):
     kinds: ClassVar[tuple[str, str]]  # of the answer, and of an event of a stream
 
     def __init__(
-        self, call: Call, requests: list[RequestSpec], id: str, *, chat: bool
+        self, call: Call, specs: list[RequestSpec], id: str, *, chat: bool
     ) -> None:
-        """Raises ValueError if the samples of these ``requests`` are too many.
+        """Raises ValueError if the samples of these ``specs`` are too many.
 
         Each sample has a copy of its prompt, so that long prompts allow fewer.
         """
-        body, count = call.body, len(requests)
-        tokens = sum(len(request.tokens) for request in requests)
+        body, count = call.body, len(specs)
+        tokens = sum(len(spec.tokens) for spec in specs)
         most = min(MAX_SAMPLES // count, MAX_COPIES // tokens)
         expected = f"at most {most} for {count} prompts of {tokens} tokens"
         expect(body.n <= most, "n", body.n, expected)
-        super().__init__(requests, n=body.n, chat=chat, stream=body.stream)
+        super().__init__(specs, n=body.n, chat=chat, stream=body.stream)
         self.body, self.model = body, call.model
         self.id, self.created = f"{id}-{uuid.uuid4().hex}", int(time.time())
 
@@ -146,22 +146,22 @@ class Completion(Choices):
         expect(ok, "the number of prompts", count, expected, param="prompt")
         answer = as_format(body.response_format)
         constrain = partial(text_constraint, answer=answer)
-        requests = input_processor.process_all(prompts, None, params, constrain)
-        super().__init__(call, requests, "cmpl", chat=False)
-        self.echoes = [""] * len(requests)  # what stands in front of the texts
+        specs = input_processor.process_all(prompts, None, params, constrain)
+        super().__init__(call, specs, "cmpl", chat=False)
+        self.echoes = [""] * len(specs)  # what stands in front of the texts
         if body.echo:
             decode = input_processor.need_tokenizer().decode
-            self.echoes = [decode(request.tokens) for request in requests]
+            self.echoes = [decode(spec.tokens) for spec in specs]
         self.logprobs: list[LegacyLogprobs] = []
         if body.logprobs is not None:
-            tokenizer, skip = input_processor.need_tokenizer(), requests[0].params
+            tokenizer, skip = input_processor.need_tokenizer(), specs[0].params
             self.logprobs = [
                 LegacyLogprobs(
                     tokenizer,
                     skip_special=skip.skip_special_tokens,
                     as_ids=body.return_tokens_as_token_ids,
                 )
-                for _ in range(len(requests) * body.n)
+                for _ in range(len(specs) * body.n)
             ]
 
     def choice(

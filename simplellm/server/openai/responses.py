@@ -110,7 +110,7 @@ class Response(Generation):
         why: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The response as it stands; ``why`` is the reason if it is incomplete."""
-        body, params = self.body, self.requests[0].params
+        body, params = self.body, self.specs[0].params
         choice = body.tool_choice  # a chat's form is translated
         unfinished = status if status == "in_progress" else "incomplete"
         return {
@@ -293,7 +293,7 @@ def named_response(call: Call) -> StoredResponse:
 
 def count_input_tokens(call: Call) -> dict[str, Any]:
     """How many tokens the model would be asked for a response, which isn't made."""
-    count = len(Response(call).requests[0].tokens)
+    count = len(Response(call).specs[0].tokens)
     return {"object": "response.input_tokens", "input_tokens": count}
 
 
