@@ -17,6 +17,7 @@ from serving import ROOT, Served, events_of, serving
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import Event, Request
+from simplellm.engine.joins import join_records
 from simplellm.engine.stats import Stats
 from simplellm.server.remote import prefixes, replicas
 from simplellm.server.remote.client import load_remote
@@ -25,7 +26,6 @@ from simplellm.server.remote.replicas import (
     PendingRequest,
     Replicas,
     ReplicaSlot,
-    sum_stats,
 )
 from simplellm.server.start import spawn
 
@@ -265,15 +265,18 @@ def test_what_is_told_of_them_adds_up(both: LLM, served: Served) -> None:
     assert after.running == 0 and after.cache_usage == 0
 
 
-def test_sums_of_statistics() -> None:
-    one = Stats(
-        1, 2, {"stop": 1}, 3, 4, 10, 5, 6, 7.0, 0.5, 0.5, 8, 0.1, 0.4, None, None
-    )
+def test_statistics_of_several_are_joined_as_each_field_says() -> None:
+    one = Stats(1, 2, {"stop": 1}, 3, 4, 10, 5, 6, 7.0, 0.5, 8, 0.1, 0.4, None, None)
     two = replace(one, finished={"stop": 2, "length": 1}, ttft=0.2, cached_tokens=0)
-    found = sum_stats([one, two])
+    found = join_records(Stats, [one, two])
     assert found.finished == {"stop": 3, "length": 1} and found.tokens_per_second == 14
     assert (found.ttft, found.itl) == (0.2, None) and found.cache_hit_rate == 5 / 20
-    assert asdict(sum_stats([])) | {"finished": {}} == asdict(sum_stats([]))
+    assert found.cache_usage == 0.5
+    later = join_records(Stats, [one], [two])  # two's counts stay, what it did is over
+    now = {"waiting": 1, "running": 2, "tokens_per_second": 7.0, "cache_usage": 0.5}
+    assert asdict(later) == asdict(found) | now
+    none = Stats(0, 0, {}, 0, 0, 0, 0, 0, 0.0, 0.0, 0, None, None, None, None)
+    assert join_records(Stats, []) == none
 
 
 # Limits

@@ -16,9 +16,10 @@ chooses how many, by what `draft_budget.py` knows of their costs, which `step_ti
 measures, and of how many were right; `drafts.py` has the rules. `verify_chunks.py` says
 what such a step computes and `build_speculation.py` puts all of it together.
 
-`sampler.py` chooses tokens. `stats.py` counts. `ranks.py` has several processes take
-part in each step, as `start_ranks.py` starts them; where each has requests of its own,
-that is `data_parallel_ranks.py`, with `data_parallel_scheduler.py` and
+`sampler.py` chooses tokens. `stats.py` counts; `joins.py` makes the counts of several
+engines one. `ranks.py` has several processes take part in each step, as
+`start_ranks.py` starts them; where each has requests of its own, that is
+`data_parallel_ranks.py`, with `data_parallel_scheduler.py` and
 `data_parallel_runner.py`. `stall_detector.py` tells those that are busy from one that
 hangs. `snapshot.py` types what an engine says of its requests and pages, `warmup.py`
 compiles kernels before they are needed, and `engine_client.py` has what an engine in

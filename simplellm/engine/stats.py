@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simplellm.base.request import Request
+from simplellm.engine.joins import COUNT, COUNTS, NOW, SHARE, SLOWEST
 
 if TYPE_CHECKING:  # it brings PyTorch, and whoever reads statistics may lack that
     from simplellm.engine.data_parallel_scheduler import DataParallelScheduler
@@ -18,30 +19,34 @@ if TYPE_CHECKING:  # it brings PyTorch, and whoever reads statistics may lack th
 class Stats:
     """How the engine is doing.
 
-    Times are in seconds: ttft of the last 4,096 requests, itl of as many tokens.
+    Times are in seconds, of the last 4,096 requests (ttft) or tokens (itl), if any.
     """
 
-    waiting: int
-    running: int
-    finished: dict[str, int]  # requests by finish_reason, failed ones as "error"
-    refused: int  # because the queue was full
-    steps: int
-    prompt_tokens: int  # of requests that have begun
-    cached_tokens: int  # of these, those that the cache held
-    generated_tokens: int
-    tokens_per_second: float  # generated, in the last 256 steps without a pause
-    cache_usage: float  # 0 to 1
-    cache_hit_rate: float  # the share of prompt tokens found in the cache
-    preemptions: int
-    ttft: float | None  # time to first token, median; None before there was one
-    ttft_p99: float | None
-    itl: float | None  # inter-token latency, median
-    itl_p99: float | None
-    drafts: int = 0  # times that drafts were checked
+    waiting: int = field(metadata=NOW)
+    running: int = field(metadata=NOW)
+    finished: dict[str, int] = field(metadata=COUNTS)  # by finish_reason, or "error"
+    refused: int = field(metadata=COUNT)  # because the queue was full
+    steps: int = field(metadata=COUNT)
+    prompt_tokens: int = field(metadata=COUNT)  # of requests that have begun
+    cached_tokens: int = field(metadata=COUNT)  # of these, those that the cache held
+    generated_tokens: int = field(metadata=COUNT)
+    tokens_per_second: float = field(metadata=NOW)  # in 256 steps without a pause
+    cache_usage: float = field(metadata=SHARE)  # 0 to 1
+    preemptions: int = field(metadata=COUNT)
+    ttft: float | None = field(metadata=SLOWEST)  # time to first token, median
+    ttft_p99: float | None = field(metadata=SLOWEST)
+    itl: float | None = field(metadata=SLOWEST)  # inter-token latency, median
+    itl_p99: float | None = field(metadata=SLOWEST)
+    drafts: int = field(default=0, metadata=COUNT)  # times that drafts were checked
     # Checked ones and right ones, by position after the last sure token: "1", ...
-    draft_tokens: dict[str, int] = field(default_factory=dict)
-    accepted_tokens: dict[str, int] = field(default_factory=dict)
-    loaded_tokens: int = 0  # of prefixes, whose pages came back from the host
+    draft_tokens: dict[str, int] = field(default_factory=dict, metadata=COUNTS)
+    accepted_tokens: dict[str, int] = field(default_factory=dict, metadata=COUNTS)
+    loaded_tokens: int = field(default=0, metadata=COUNT)  # from the host's memory
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """The share of prompt tokens found in the cache."""
+        return self.cached_tokens / max(1, self.prompt_tokens)
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
@@ -98,7 +103,6 @@ class Meter:
             generated_tokens=self.tokens,
             tokens_per_second=generated / seconds if seconds else 0.0,
             cache_usage=scheduler.manager.usage,
-            cache_hit_rate=self.cached_tokens / max(1, self.prompt_tokens),
             preemptions=scheduler.preemptions,
             ttft=quantile(self.ttft, 0.5),
             ttft_p99=quantile(self.ttft, 0.99),

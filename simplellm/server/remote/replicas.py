@@ -11,17 +11,17 @@ import os
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from simplellm.base.grammar import Grammar
 from simplellm.base.replica_choice import rank_replicas
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.engine_client import EngineBase
+from simplellm.engine.joins import join_records, sum_by_key
 from simplellm.engine.snapshot import Snapshot, join_pages
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.client import EventStream, RemoteEngine, RemoteError
@@ -68,9 +68,8 @@ class ReplicaSlot:
         """Note that its engine has ended, and all that it had computed is lost."""
         self.ready, self.prefixes = False, Prefixes()
         if self.stats is not None:
-            gone = {"waiting": 0, "running": 0, "cache_usage": 0.0}
-            old = Stats(**asdict(self.stats) | gone | {"tokens_per_second": 0.0})
-            self.past, self.stats = [sum_stats([*self.past, old])], None
+            self.past = [join_records(Stats, [], [*self.past, self.stats])]
+            self.stats = None
 
 
 class PendingRequest:
@@ -290,15 +289,12 @@ class Replicas(EngineBase):
         """The `Stats` of all together; quantiles are those of the slowest engine."""
         for slot, stats in self._call_all(RemoteEngine.stats):
             slot.stats = stats
-        every = [stats for slot in self.slots for stats in slot.past]
+        past = [stats for slot in self.slots for stats in slot.past]
         latest = [slot.stats for slot in self.slots if slot.stats is not None]
-        whole = asdict(sum_stats(every + latest)) | {"refused": self.refused}
-        usage = [stats.cache_usage for stats in latest]
-        whole["cache_usage"] = sum(usage) / max(1, len(usage))
-        finished = whole["finished"]
-        if self.lost:
-            finished["error"] = finished.get("error", 0) + self.lost
-        return Stats(**whole)
+        whole = join_records(Stats, latest, past)
+        lost = {"error": self.lost} if self.lost else {}
+        finished = sum_by_key([whole.finished, lost])
+        return replace(whole, refused=self.refused, finished=finished)
 
     def snapshot(self) -> Snapshot:
         """`Engine.snapshot` of all; their pages are numbered one after the other."""
@@ -330,18 +326,3 @@ def expect_one(replicas: object) -> None:
     """Raise EngineError unless there are any ``replicas``."""
     if not replicas:
         raise EngineError("no replica lives; expected one, and others are on their way")
-
-
-def sum_stats(every: Sequence[Stats]) -> Stats:
-    """The sums of the engines' counts; of their times, the longest."""
-    whole: dict[str, Any] = {}
-    for name in (spec.name for spec in fields(Stats)):
-        values = [value for one in every if (value := getattr(one, name)) is not None]
-        if name in ("finished", "draft_tokens", "accepted_tokens"):
-            whole[name] = dict(sum(map(Counter, values), Counter()))
-        elif name.startswith(("ttft", "itl")):
-            whole[name] = max(values, default=None)
-        else:
-            whole[name] = sum(values)
-    hits, prompts = whole["cached_tokens"], whole["prompt_tokens"]
-    return Stats(**whole | {"cache_hit_rate": hits / max(1, prompts)})
