@@ -26,7 +26,7 @@ LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "seed": 1}
 HANG = """
 import sys, time
 
-if sys.orig_argv[1:3] == ["-m", "simplellm.server.remote.core"]:
+if sys.orig_argv[1:3] == ["-m", "simplellm.server.remote.engine_process"]:
     from simplellm.engine.runner import Runner
     start = Runner.start_forward
 
@@ -59,7 +59,7 @@ def family_of(pid: int) -> dict[int, str]:
 
 def replicas_of(process: Process) -> list[int]:
     family = family_of(process.process.pid)
-    return [pid for pid, name in family.items() if "server.remote.core" in name]
+    return [pid for pid, name in family.items() if "remote.engine_process" in name]
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def far(folder: Path) -> Iterator[LLM]:
     with remote(folder, MANY) as llm:
         yield llm
         until(lambda: not llm._output_processor.readers)
-        assert not far_engine(llm).open and not far_engine(llm).answers
+        assert not far_engine(llm).open and not far_engine(llm).results
         assert llm.stats().cache_usage == 0
 
 
@@ -360,14 +360,14 @@ def scheduling(self):
 
 Runner.start_forward, Scheduler.schedule = starting, scheduling
 """
-# After 100 steps comes an answer to a question that nobody has asked.
+# After 100 steps comes the result of a call that nobody has made.
 ODD = """
 from simplellm.server.remote import wire
 as_frame = wire.as_frame
 
 def odd(content):
     if isinstance(content, dict) and content.get("steps", 0) >= 100:
-        content["answers"] = [(99, None, None)]
+        content["results"] = [(99, None, None)]
     return as_frame(content)
 
 wire.as_frame = odd
@@ -700,7 +700,8 @@ def told():
     print('told', 'torch' in sys.modules, file=sys.stderr)
 
 def making(*arguments):
-    print('grammars', 'simplellm.server.remote.core' in sys.orig_argv, file=sys.stderr)
+    there = 'simplellm.server.remote.engine_process' in sys.orig_argv
+    print('grammars', there, file=sys.stderr)
     made(*arguments)
 
 from simplellm.structured.vocabulary import Vocabulary

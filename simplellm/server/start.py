@@ -57,7 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def spawn(**variables: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process that will run an engine, `core.py`, and the link to it.
+    """A process that will run `remote/engine_process.py`, and the link to it.
 
     It ends once the link is closed. It is in a group of its own: Ctrl-C in a terminal
     is for the server, which then ends it or lets it finish. Its environment is this
@@ -66,7 +66,8 @@ def spawn(**variables: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
-        command = [sys.executable, "-m", "simplellm.server.remote.core", str(number)]
+        module = "simplellm.server.remote.engine_process"
+        command = [sys.executable, "-m", module, str(number)]
         process = subprocess.Popen(
             command, pass_fds=[number], process_group=0, env={**os.environ, **variables}
         )

@@ -1,6 +1,6 @@
-"""Engines in processes of their own, apart from the server's.
+"""The engine of `simplellm serve`: a process of its own, on the same machine.
 
-`core.py` is the engine's process, `client.py` its stand-in in the server's, `wire.py`
+`engine_process.py` is that process, `client.py` its stand-in in the server's, `wire.py`
 what crosses between them. `replicas.py` makes several of them one, and `prefixes.py`
 says which of them gets a prompt.
 """

@@ -33,7 +33,7 @@ from simplellm.server.remote.wire import (
 from simplellm.server.start import WATCHDOG_TIMEOUT
 
 LOGGER = logging.getLogger("simplellm")
-ANSWER_SECONDS = 60.0  # that an answer may take: a first grammar needs some
+RESULT_SECONDS = 60.0  # that a result may take: a first grammar needs some
 END_SECONDS = 5.0  # between the end of a link and that of its process
 LOOK_SECONDS = 0.5  # between two looks at whether the process hangs
 
@@ -71,7 +71,7 @@ class RemoteClient(EngineClient, Protocol):
 class RemoteEngine(EngineBase):
     """An engine in another process, at the other end of ``link``.
 
-    Its frames are read by whoever takes events from ``events``, who also passes answers
+    Its frames are read by whoever takes events from ``events``, who also passes results
     on to those that wait for them. A process without progress for more than
     ``watchdog_timeout`` seconds is killed.
     """
@@ -92,9 +92,9 @@ class RemoteEngine(EngineBase):
         self.outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # guards what follows
         self.open: set[int] = set()  # requests that haven't ended
-        self.answers: dict[int, Future[Any]] = {}  # to come, to questions
+        self.results: dict[int, Future[Any]] = {}  # to come, of calls
         self.numbers = itertools.count()
-        self.over = False  # no events will come, nor answers
+        self.over = False  # no events will come, nor results
         self.watchdog_timeout = watchdog_timeout
         self.steps = 0  # that have ended
         self.stalled_seconds = 0.0  # since one has, or none was due
@@ -157,22 +157,22 @@ class RemoteEngine(EngineBase):
             # A driver may hold up even a process that was killed.
             self.process.wait(END_SECONDS if self.hung else timeout)
 
-    def _call(self, *question: Any) -> Any:
-        """Ask the engine's process. Raises EngineError, or what the process raised."""
-        answer: Future[Any] = Future()
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call the engine's process. Raises EngineError, or what the process raised."""
+        result: Future[Any] = Future()
         self.check_process()
         with self.lock:
             self.check()
             if self.over:
                 self.check_open()
             number = next(self.numbers)
-            frame = as_frame(["ask", number, *question])
-            self.answers[number] = answer
+            frame = as_frame(["call", number, name, *arguments])
+            self.results[number] = result
             self.outgoing.put(frame)
         try:
-            return answer.result(ANSWER_SECONDS)
+            return result.result(RESULT_SECONDS)
         except TimeoutError:
-            wrong = f"the engine's process gives no answer in {ANSWER_SECONDS} seconds"
+            wrong = f"the engine's process gives no answer in {RESULT_SECONDS} seconds"
             raise EngineError(wrong) from None
 
     def _send(self) -> None:
@@ -212,12 +212,12 @@ class RemoteEngine(EngineBase):
                     if event.finish_reason is not None:
                         self.open.discard(event.request_id)
                     yield event
-                for number, answer_data, error in frame["answers"]:
-                    answer = self.answers.pop(number)
+                for number, data, error in frame["results"]:
+                    result = self.results.pop(number)
                     if error is None:
-                        answer.set_result(answer_data)
+                        result.set_result(data)
                     else:
-                        answer.set_exception(as_error(error))
+                        result.set_exception(as_error(error))
                 if "dead" in frame:
                     orderly, cause = True, frame["dead"]
                     self.dead = RemoteError(cause) if cause else None
@@ -230,10 +230,10 @@ class RemoteEngine(EngineBase):
             if self.dead is None and not (orderly or self.cancelling):
                 self.dead = RemoteError(f"its process {ended}")
             self.over = True
-            left, unanswered = sorted(self.open), [*self.answers.values()]
+            left, pending = sorted(self.open), [*self.results.values()]
         self.outgoing.put(None)
-        for answer in unanswered:
-            answer.set_exception(EngineError(f"the engine's process {ended}"))
+        for result in pending:
+            result.set_exception(EngineError(f"the engine's process {ended}"))
         for request_id in left:
             if self.dead is None:
                 yield Event(request_id, finish_reason="abort")

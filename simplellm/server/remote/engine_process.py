@@ -36,7 +36,7 @@ LOOK = 0.1  # seconds between two looks at what else there is, while nobody read
 BEAT = 1.0  # seconds after which a frame leaves even if there is no news
 
 
-class Core:
+class EngineProcess:
     """The engine of a server, at the other end of ``link``.
 
     It waits for nobody: what a server that is slow has not read yet is joined, so that
@@ -47,10 +47,10 @@ class Core:
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
-        # Events, answers, and None behind the last event.
+        # Events, results of calls, and None behind the last event.
         self.outgoing = EventQueue()
         self.events: dict[int, Event] = {}  # that wait, by their request's id
-        self.answers: list[Any] = []  # answers that wait
+        self.results: list[Any] = []  # that wait, of what the server has called
         self.over = False  # nothing more will come
         self.pool = ThreadPoolExecutor(4)  # for what nobody else should wait for
 
@@ -80,11 +80,11 @@ class Core:
             "max_model_len": limit,
         }
 
-    # What the server asks
+    # What the server calls
 
     def listen(self, calls: Iterator[Any]) -> None:
         """Do what the server asks for, until it closes the link."""
-        methods = self.submit, self.abort, self.ask, self.close
+        methods = self.submit, self.abort, self.call, self.close
         by_name = {method.__name__: method for method in methods}
         try:
             for name, *arguments in calls:
@@ -111,23 +111,23 @@ class Core:
         """Take no more requests, finish the running ones, and end."""
         self.engine.shutdown(cancel=False, timeout=0)
 
-    def ask(self, number: int, name: str, *arguments: Any) -> None:
-        """Answer a question: stats, snapshot, or whether a grammar compiles."""
-        answers: dict[str, Callable[..., Any]] = {
+    def call(self, number: int, name: str, *arguments: Any) -> None:
+        """Send a function's result: stats, snapshot, or whether a grammar compiles."""
+        functions: dict[str, Callable[..., Any]] = {
             "stats": self.engine.stats,
             "snapshot": self.engine.snapshot,
             "compile": lambda text: self.compile(text).text,
         }
 
-        def answer() -> None:
+        def compute() -> None:
             result = error = None
             try:
-                result = answers[name](*arguments)
+                result = functions[name](*arguments)
             except Exception as raised:
                 error = raised
             self.outgoing.put((number, result, error))
 
-        self.pool.submit(answer)
+        self.pool.submit(compute)
 
     def compile(self, text: str) -> Grammar:
         """A grammar. Raises GrammarError."""
@@ -144,7 +144,7 @@ class Core:
         """Run steps and send their events, until the engine ends."""
         self.engine.start()
         while not self.over:
-            self.drain_outgoing(wait=not (self.events or self.answers))
+            self.drain_outgoing(wait=not (self.events or self.results))
             self.send({})
         self.send({"dead": self.engine.dead and repr(self.engine.dead)})
 
@@ -165,14 +165,14 @@ class Core:
                     event = item if before is None else join_events(before, item)
                     self.events[item.request_id] = event
                 else:
-                    self.answers.append(item)
+                    self.results.append(item)
 
     def send(self, more: dict[str, Any]) -> None:
         """Send what waits, and ``more``. What comes meanwhile waits for the next."""
-        frame = {"events": [*self.events.values()], "answers": self.answers, **more}
+        frame = {"events": [*self.events.values()], "results": self.results, **more}
         # Not `Engine.stats`, which waits for a lock that a step may never give back.
         frame["steps"] = self.engine.meter.steps
-        self.events, self.answers = {}, []
+        self.events, self.results = {}, []
         data = memoryview(as_frame(frame))
         while data:
             _, ready, _ = select.select([], [self.link], [], LOOK)
@@ -182,30 +182,30 @@ class Core:
                 self.drain_outgoing(wait=False)
 
 
-def run_core(link: socket.socket) -> int:
+def run_process(link: socket.socket) -> int:
     """Load what the server asks for and run it. Returns the exit status."""
     calls = frames(link)
     if (options := next(calls, None)) is None:
         return 1
     logging.basicConfig(level=options.pop("log_level").upper())
-    core = Core(link)
-    threading.Thread(target=core.listen, args=[calls], daemon=True).start()
+    process = EngineProcess(link)
+    threading.Thread(target=process.listen, args=[calls], daemon=True).start()
     try:
-        reply = core.load(**options)
+        reply = process.load(**options)
     except Exception as error:
         reply = {"failed": error}
     freeze_objects()
     link.sendall(as_frame(reply))
     if "failed" in reply:
         return 1
-    core.run()
-    return int(core.engine.dead is not None)
+    process.run()
+    return int(process.engine.dead is not None)
 
 
 if __name__ == "__main__":
     status = 1
     try:
-        status = run_core(socket.socket(fileno=int(sys.argv[1])))
+        status = run_process(socket.socket(fileno=int(sys.argv[1])))
     except ConnectionError:
         pass  # the server is gone
     except BaseException:
