@@ -8,13 +8,13 @@ from simplellm.api.output_processor import Reader
 from simplellm.api.outputs import ChatOutput, RequestOutput, Usage
 from simplellm.base.request import EngineError
 
-Readers = Sequence[Sequence[Reader]]  # of `Samples`
+Readers = Sequence[Sequence[Reader]]  # prompt by prompt, one for each sample
 
 
-def usage(samples: Readers) -> Usage:
+def usage(readers: Readers) -> Usage:
     """How many tokens some prompts and all their samples took, so far."""
-    firsts = [first for first, *_ in samples]
-    replies = [reader.reply for reader in chain.from_iterable(samples)]
+    firsts = [first for first, *_ in readers]
+    replies = [reader.reply for reader in chain.from_iterable(readers)]
     return Usage(
         prompt_tokens=sum(len(first.reply.prompt_token_ids) for first in firsts),
         completion_tokens=sum(len(reply.token_ids) for reply in replies),
@@ -23,13 +23,13 @@ def usage(samples: Readers) -> Usage:
     )
 
 
-def complete(samples: Readers, results: list[Any]) -> list[Any]:
+def complete(readers: Readers, results: list[Any]) -> list[Any]:
     """``results``, which has None in place of what failed.
 
     Raises the error of what failed; of several prompts, EngineError with the first
     one's index, and with what was found.
     """
-    errors = [next((r.error for r in some if r.error), None) for some in samples]
+    errors = [next((r.error for r in some if r.error), None) for some in readers]
     for index, error in enumerate(errors):
         if error is not None and len(errors) == 1:
             raise error
@@ -41,20 +41,20 @@ def complete(samples: Readers, results: list[Any]) -> list[Any]:
     return results
 
 
-def outputs(samples: Readers) -> list[RequestOutput]:
+def outputs(readers: Readers) -> list[RequestOutput]:
     """What `LLM.generate` gives."""
-    readers = chain.from_iterable(samples)
-    results = [None if r.error else r.reply.output() for r in readers]
-    return complete(samples, results)
+    every = chain.from_iterable(readers)
+    results = [None if r.error else r.reply.output() for r in every]
+    return complete(readers, results)
 
 
-def turns(samples: Readers) -> list[ChatOutput]:
+def turns(readers: Readers) -> list[ChatOutput]:
     """What `LLM.chat` gives for several conversations."""
-    results = [None if any(r.error for r in some) else turn([some]) for some in samples]
-    return complete(samples, results)
+    results = [None if any(r.error for r in some) else turn([some]) for some in readers]
+    return complete(readers, results)
 
 
-def turn(samples: Readers) -> ChatOutput:
+def turn(readers: Readers) -> ChatOutput:
     """What `LLM.chat` gives for one."""
-    choices: list[Any] = outputs(samples)
-    return ChatOutput(**vars(choices[0]), choices=choices, usage=usage(samples))
+    choices: list[Any] = outputs(readers)
+    return ChatOutput(**vars(choices[0]), choices=choices, usage=usage(readers))

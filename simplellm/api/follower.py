@@ -1,6 +1,6 @@
-"""The process of a rank other than 0: it loads its shard, and takes part in steps.
+"""The worker process of tensor or data parallelism, of each rank other than 0.
 
-`Leader` of engine/ranks.py starts it.
+It loads its shard, and takes part in steps; `Leader` of engine/ranks.py starts it.
 """
 
 import logging

@@ -131,8 +131,8 @@ class FutureResult:
     ) -> None:
         assert future.processor is not None
         self.processor, self.result = future.processor, result
-        self.samples = readers_of(samples, self.deliver, parts=False)
-        readers = list(itertools.chain.from_iterable(self.samples))
+        self.by_prompt = readers_of(samples, self.deliver, parts=False)
+        readers = list(itertools.chain.from_iterable(self.by_prompt))
         future.readers, self.left = readers, len(readers)  # replies to come
         self.bar = bar = future.bar
         processor = self.processor
@@ -149,13 +149,13 @@ class FutureResult:
         if part is END or failed:
             self.left -= 1
             self.bar.update()
-        over = self.left <= 0 or (failed and len(self.samples) == 1)
+        over = self.left <= 0 or (failed and len(self.by_prompt) == 1)
         if not over or (future := self.future()) is None:
             return
         readers = future.readers
         with suppress(InvalidStateError):  # it may have been cancelled
             try:
-                future.set_result(self.result(self.samples))
+                future.set_result(self.result(self.by_prompt))
             except Exception as error:  # its frames would hold memory
                 future.set_exception(error.with_traceback(None))
         self.processor.drop(readers)
@@ -177,7 +177,7 @@ def future_of(
     bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
     future = RequestFuture(llm, processor, bar)
     try:
-        processor.submit(FutureResult(future, samples, result).samples)
+        processor.submit(FutureResult(future, samples, result).by_prompt)
     except BaseException:
         bar.close()
         raise

@@ -27,7 +27,7 @@ class Reader:
     """Makes one request's events into parts of a reply, and hands them to ``deliver``.
 
     After the last one comes END, or what went wrong: an exception. Without ``parts``
-    only this comes.
+    only this comes. It stands for whoever reads these; vLLM's RequestState.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class OutputProcessor:
         self.engine.start()
         self.thread.start()
 
-    def submit(self, samples: Sequence[Sequence[Reader]]) -> None:
-        """Queue the requests of ``samples``, prompt by prompt.
+    def submit(self, by_prompt: Sequence[Sequence[Reader]]) -> None:
+        """Queue the requests of these readers, one for each sample of each prompt.
 
         Raises QueueFullError or EngineError and then has taken none of them.
         """
-        readers = [*itertools.chain.from_iterable(samples)]
+        readers = [*itertools.chain.from_iterable(by_prompt)]
         for reader in readers:
             reader.request.request_id = next(self.request_ids)
             self.readers[reader.request.request_id] = reader
-        for first, *others in samples:
+        for first, *others in by_prompt:
             first.request.siblings = [reader.request for reader in others]
         try:
-            self.engine.submit([first.request for first, *_ in samples])
+            self.engine.submit([first.request for first, *_ in by_prompt])
         except BaseException:
             for reader in readers:
                 self.readers.pop(reader.request.request_id, None)

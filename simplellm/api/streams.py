@@ -95,8 +95,8 @@ class Parts:
     def __init__(self, llm: Any, processor: OutputProcessor, samples: Samples) -> None:
         self.llm, self.processor = llm, processor  # which stays open meanwhile
         self.inbox = Inbox()
-        self.samples = readers_of(samples, self.inbox.put)
-        self.readers = list(itertools.chain.from_iterable(self.samples))
+        self.by_prompt = readers_of(samples, self.inbox.put)
+        self.readers = list(itertools.chain.from_iterable(self.by_prompt))
         self.left = len(self.readers)  # replies to come
         self.taken: deque[tuple[int, Any]] = deque()  # out of the inbox
 
@@ -126,7 +126,7 @@ class Parts:
 
     def usage(self) -> Usage:
         """How many tokens it took so far."""
-        return usage(self.samples)
+        return usage(self.by_prompt)
 
     def close(self) -> None:
         """The reader wants no more."""
@@ -146,7 +146,7 @@ class Stream(Parts, Iterator[Part]):
         super().__init__(llm, processor, samples)
         self.arrived = threading.Event()
         self.inbox.wake = self.arrived.set
-        processor.submit(self.samples)
+        processor.submit(self.by_prompt)
 
     def __next__(self) -> Part:
         while not self.taken:
@@ -180,7 +180,7 @@ class AsyncParts(Parts):
         loop = asyncio.get_running_loop()
         waker = self.processor.wakers.setdefault(loop, LoopWaker(loop))
         self.inbox.wake = partial(waker.set, self.arrived)
-        self.processor.submit(self.samples)
+        self.processor.submit(self.by_prompt)
 
     async def read(self) -> tuple[int, Any]:
         """Wait for the next part, and for the index of its reply."""
