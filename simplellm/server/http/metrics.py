@@ -28,21 +28,21 @@ WHOLE_ANSWER += [40, 50, 60, 120, 240, 480, 960, 1920]
 TOKENS = [m * 10**e for e in range(6) for m in (1, 2, 5)]
 COUNTS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
-    "time_to_first_token_seconds": ("Until a sample's first token.", FIRST_TOKEN),
+    "time_to_first_token_seconds": ("From arrival to first token.", FIRST_TOKEN),
     "request_time_per_output_token_seconds": (
         "From token to token, on a sample's average.",
         BETWEEN_PARTS,
     ),
-    "inter_token_latency_seconds": ("Between parts of a stream.", BETWEEN_PARTS),
+    "inter_token_latency_seconds": ("Between two parts of a stream.", BETWEEN_PARTS),
     "e2e_request_latency_seconds": ("Until a request is answered.", WHOLE_ANSWER),
-    "request_queue_time_seconds": ("A sample's time in line.", WHOLE_ANSWER),
-    "request_prefill_time_seconds": ("From there to its first token.", WHOLE_ANSWER),
-    "request_decode_time_seconds": ("From there to its last one.", WHOLE_ANSWER),
-    "request_inference_time_seconds": ("Both of these together.", WHOLE_ANSWER),
+    "request_queue_time_seconds": ("From arrival to first step.", WHOLE_ANSWER),
+    "request_prefill_time_seconds": ("From first step to first token.", WHOLE_ANSWER),
+    "request_decode_time_seconds": ("From first token to last token.", WHOLE_ANSWER),
+    "request_inference_time_seconds": ("From first step to last token.", WHOLE_ANSWER),
     "request_prompt_tokens": ("Tokens of a request's prompts.", TOKENS),
     "request_generation_tokens": ("Tokens of a request's answer.", TOKENS),
-    "request_params_max_tokens": ("max_tokens of a request.", TOKENS),
-    "request_params_n": ("Samples of each prompt.", COUNTS),
+    "request_params_max_tokens": ("max_tokens of a prompt.", TOKENS),
+    "request_params_n": ("Samples asked for of a prompt.", COUNTS),
 }
 
 
@@ -140,7 +140,7 @@ class ServerMetrics:
             "num_preemptions": ("Requests put back in line.", stats.preemptions),
             "generation_tokens": ("Generated tokens.", stats.generated_tokens),
             "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
-            "prefix_cache_queries": ("Tokens looked up.", stats.prompt_tokens),
+            "prefix_cache_queries": ("Tokens looked up in cache.", stats.prompt_tokens),
             "prefix_cache_hits": ("Tokens found in the cache.", stats.cached_tokens),
             "external_prefix_cache_hits": (
                 "Tokens that came back from the host's memory.",
