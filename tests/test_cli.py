@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from rich.console import Console
 
 from simplellm import __version__
 from simplellm.api.reply import ChatChoice, ChatReply
-from simplellm.apps import calculator, cli, screen
-from simplellm.base.config import LAYER_TYPES
+from simplellm.apps import calculator, cli, options, screen
+from simplellm.base.config import LAYER_TYPES, EngineConfig
 from simplellm.base.request import Event, Request
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.checkpoint.names import stored_shapes
@@ -662,6 +663,13 @@ def test_control_d_leaves_a_newline():
                 os.write(terminal, b"\x04")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert text.endswith(b"> \r\n")
+
+
+def test_an_option_named_as_a_field_of_the_engine_s_config_is_that_field():
+    params = {"model": None, "seed": 7, "max_num_seqs": 3, "overlap": False}
+    context: Any = SimpleNamespace(params=params)
+    found = options.asked_config(context)
+    assert found == EngineConfig(max_num_seqs=3, overlap=False)
 
 
 def test_a_dtype_and_the_room_for_the_cache(capsys, caplog):

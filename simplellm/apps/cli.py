@@ -104,8 +104,8 @@ def load_llm(ctx: typer.Context, screen: Screen) -> "LLM":
     with screen.waiting("Starting PyTorch"):
         import simplellm.api.load  # noqa: F401  (which the LLM will ask for)
         from simplellm.api.llm import LLM
-    names = {"device", "dtype", "cache_bytes"} & ctx.params.keys()
-    return LLM(model, **{name: ctx.params[name] for name in names})
+    where: Any = {key: ctx.params.get(key) for key in ("device", "dtype")}
+    return LLM(model, options.asked_config(ctx), **where)
 
 
 def options_of(ctx: typer.Context) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""What several commands have in common: the model, where it runs, how it samples."""
+"""What several commands have in common: the model, where it runs, how it samples.
+
+A command's parameter with the name of a field of `EngineConfig` or `SamplingParams` is
+that field: `asked_config` and `sampling` take it by its name, and nothing else has to.
+"""
 
 from dataclasses import fields
 from functools import partial
@@ -9,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from simplellm.apps.workloads import WORKLOADS
+from simplellm.base.config import EngineConfig
 from simplellm.base.sampling_params import SamplingParams
 
 KNOWN_MODELS = "A checkpoint's folder, a .gguf file, or smollm2"
@@ -201,6 +206,12 @@ class GroupedHelp(TyperCommand):
 
 
 SAMPLING = [spec.name for spec in fields(SamplingParams)]
+
+
+def asked_config(ctx: typer.Context) -> EngineConfig:
+    """The engine's sizes and switches among a command's options, checked."""
+    names = {spec.name for spec in fields(EngineConfig)} & ctx.params.keys()
+    return EngineConfig(**{name: ctx.params[name] for name in names})
 
 
 def sampling(ctx: typer.Context) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +11,7 @@ import typer
 from simplellm.apps import options
 from simplellm.apps.install import ensure_installed
 from simplellm.apps.screen import Screen
-from simplellm.base.config import MAX_SIZE, EngineConfig, check_number
+from simplellm.base.config import MAX_SIZE, check_number
 from simplellm.server.start import WATCHDOG_TIMEOUT, Options, bind, spawn, spawn_each
 
 if TYPE_CHECKING:
@@ -138,8 +137,7 @@ def serve_model(
     SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
     ends all.
     """
-    names = {field.name for field in fields(EngineConfig)} & ctx.params.keys()
-    config = EngineConfig(**{name: ctx.params[name] for name in names})
+    config = options.asked_config(ctx)
     check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
     check_number("--grace", grace, float, 0, MAX_SIZE)
     check_number("--watchdog-timeout", watchdog_timeout, float, 5, MAX_SIZE)
