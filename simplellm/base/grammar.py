@@ -4,6 +4,7 @@ A grammar is checked and compiled once. Each request that must follow it has a s
 its own, which takes the request's tokens and says which may come next.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,11 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+
+
+def lark_string(text: str) -> str:
+    """``text`` as a string of Lark."""
+    return json.dumps(text).replace("\x7f", r"\u007f")
 
 
 class GrammarError(ValueError):

@@ -12,7 +12,7 @@ from reprlib import repr as short
 from typing import Any
 
 from simplellm.base.config import ParameterError, as_texts, expect
-from simplellm.base.grammar import llguidance
+from simplellm.base.grammar import lark_string, llguidance
 from simplellm.base.sampling_params import StructuredOutputs
 from simplellm.structured.schemas import JSON_ESCAPES, problem_of
 
@@ -88,8 +88,8 @@ def choice_rules(choice: Any) -> dict[str, Any]:
     where = f"{WHERE}.choice"
     texts = as_texts(where, choice, MAX_CHOICES, MAX_TEXT)
     expect(texts, where, choice, "at least one text")
-    quoted = (json.dumps(text).replace("\x7f", r"\u007f") for text in texts)
-    return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(quoted)}\n"}
+    choices = " | ".join(map(lark_string, texts))
+    return {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}\n"}
 
 
 def lark_rules(grammar: str) -> dict[str, Any]:

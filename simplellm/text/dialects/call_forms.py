@@ -11,16 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from simplellm.base.config import expect
-from simplellm.base.grammar import Grammar
+from simplellm.base.grammar import Grammar, lark_string
 from simplellm.text.dialects.whole_calls import XML, all_kinds
 from simplellm.text.harmony.turn import FREE, Rules
 from simplellm.text.tokenizer import Tokenizer
-
-
-def quoted(text: str) -> str:
-    """``text`` as a string of Lark."""
-    return json.dumps(text).replace("\x7f", r"\u007f")
-
 
 THINK_START, THINK_END = "<think>", "</think>"
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"  # Qwen
@@ -111,7 +105,7 @@ parameters: ("<parameter=" PARAMETER ">\n" value)*
 PARAMETER: /[^>\n]+/
 value[lazy]: /(?s:.*)\n<\/parameter>\n/
 """
-VALUE_END = quoted("\n</parameter>\n")
+VALUE_END = lark_string("\n</parameter>\n")
 
 # An expression, and a choice whose texts don't begin with white space, as rules.py
 # writes them. The parts of an expression that match none, and what else may match some.
@@ -137,7 +131,7 @@ def xml_parameters(
         kinds, listing = all_kinds(one), one.get("enum")
         words = listing if isinstance(listing, list) else []
         if words and all(isinstance(word, str) for word in words):
-            value = f"({' | '.join(map(quoted, words))}) {VALUE_END}"
+            value = f"({' | '.join(map(lark_string, words))}) {VALUE_END}"
         elif kinds and "string" not in kinds:
             texts[own := f"{name}_{number}"] = {"json_schema": one | around}
             value = f"@{own} {VALUE_END}"
@@ -147,7 +141,7 @@ def xml_parameters(
             expected = "none where arguments are XML, which bounds no text"
             expect(odd is None, f"{odd} of the parameter {key}", "given", expected)
             value = "value"
-        opening = quoted(f"<parameter={key}>\n")
+        opening = lark_string(f"<parameter={key}>\n")
         parts.append(f"{opening} {value}" if key in needed else f"({opening} {value})?")
     return " ".join(parts), texts
 
@@ -168,7 +162,7 @@ def fill_control_tokens(
 
     def replacement(match: re.Match[str]) -> str:
         name = names.get(match[0])
-        return f"<[{special[match[0]]}]>" if name is None else quoted(name)
+        return f"<[{special[match[0]]}]>" if name is None else lark_string(name)
 
     return re.sub(f"(?:JSON_)?NAME|{TAG.pattern}", replacement, lark)
 
@@ -226,7 +220,7 @@ def tags_grammar(
     gap = "GAP"
     if answer is not None and not (free and turns):
         exact = not free and may_begin_blank(answer)
-        gap = quoted(BREAKS) if exact else gap
+        gap = lark_string(BREAKS) if exact else gap
         texts[FINAL] = answer
         turns.append(ANSWER if exact else GAP_ANSWER)
     thoughts = ""
