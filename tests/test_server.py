@@ -14,10 +14,12 @@ import httpx
 import pytest
 from models import HELLO, SMALL, TOKENIZER, until
 from prometheus_client.parser import text_string_to_metric_families as parse_metrics
-from serving import NAME, STEP, Served, babbling, said, serving, slow
+from serving import NAME, STEP, Served, babbling, events_of, said, serving, slow
 
 from simplellm import LLM, QueueFullError
-from simplellm.server.http.endpoint import MAX_BODY
+from simplellm.server.app import ENDPOINTS
+from simplellm.server.http.bodies import Body
+from simplellm.server.http.endpoint import MAX_BODY, Call, Endpoint, Generation
 from simplellm.server.http.metrics import ServerMetrics, join_texts
 
 TOOLS = [
@@ -60,6 +62,36 @@ def test_a_completion(served: Served) -> None:
         "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
+
+
+class Counted(Generation):
+    """Tokens behind a fixed prompt, as a stream."""
+
+    def __init__(self, call: Call) -> None:
+        process = call.service.llm.input_processor.process
+        specs = [process([1, 2], None, {"max_tokens": call.body.max_tokens})]
+        super().__init__(specs, chat=False, stream=True)
+
+    def part(self, index: int, part: Any) -> list[dict[str, Any]]:
+        return [{"count": len(part.token_ids)}]
+
+    def last(self, outputs: Any, usage: Any) -> list[dict[str, Any]]:
+        return [{"whole": usage.completion_tokens}]
+
+
+class CountedBody(Body):
+    max_tokens: int
+
+
+def test_an_endpoint_needs_a_body_a_generation_and_a_record(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = Endpoint("POST", "/v1/counted", Counted, body=CountedBody)
+    monkeypatch.setattr("simplellm.server.app.ENDPOINTS", [*ENDPOINTS, mine])
+    with serving(served.service.llm) as other, said(other, [65, 66, 67, 200]):
+        answer = other.post("/v1/counted", {"max_tokens": 3})
+    *parts, last = events_of(answer.text)
+    assert sum(part["count"] for part in parts) == last["whole"] == 3
 
 
 @pytest.mark.parametrize(

@@ -483,7 +483,7 @@ class SampledBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def counts(self) -> bool:
+    def continuous_usage(self) -> bool:
         """Whether each event of a stream has the usage so far, as in vLLM."""
         options = self.stream_options
         return self.include_usage and bool(options and options.continuous_usage_stats)

@@ -163,6 +163,7 @@ class Generation:
     ending: ClassVar[bytes] = sse.DONE  # of a stream
     # Whether `whole` is made of what `part` has kept. Others can wait for the end.
     gathers: ClassVar[bool] = False
+    continuous_usage = False  # whether each event of a stream has the usage so far
 
     def __init__(
         self, specs: list[RequestSpec], *, n: int = 1, chat: bool, stream: bool
@@ -223,8 +224,7 @@ class Endpoint:
     handler: Callable[[Call], Any]  # a dict, a Response, a Generation, or awaits one
     _: KW_ONLY
     body: type[Body] | None = None
-    # One for what stands behind the "?"; None: whatever stands there means nothing.
-    query: type[Body] | None = None
+    query: type[Body] | None = None  # what stands behind the "?"; None: it's ignored
     open: bool = False  # whether it needs no key, and answers while the server drains
     media: str = "application/json"  # what it answers with, streams aside
     result: Mapping[str, Any] = field(default_factory=dict)  # its JSON schema
@@ -480,7 +480,7 @@ async def chunks(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
                 if answer.stream:
                     timer.part(index)
             if waiting and answer.stream:
-                if call.body.counts:
+                if answer.continuous_usage:
                     so_far = {"usage": usage_fields(replies.usage())}
                     waiting = [event | so_far for event in waiting]
                 started = True

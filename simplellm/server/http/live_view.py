@@ -116,7 +116,7 @@ class SnapshotPoller:
 class View(Response):
     """The event stream of one viewer, until it leaves or the server ends.
 
-    A viewer knows its own requests by their x-request-id, which is that of the view.
+    Requests that were sent with the x-request-id of the view are marked as its own.
     """
 
     def __init__(self, poller: SnapshotPoller, call: Call) -> None:

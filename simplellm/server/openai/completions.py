@@ -90,6 +90,7 @@ class Choices(Generation):
         expected = f"at most {most} for {count} prompts of {tokens} tokens"
         expect(body.n <= most, "n", body.n, expected)
         super().__init__(specs, n=body.n, chat=chat, stream=body.stream)
+        self.continuous_usage = body.continuous_usage
         self.body, self.model = body, call.model
         self.id, self.created = f"{id}-{uuid.uuid4().hex}", int(time.time())
 
