@@ -1,9 +1,9 @@
 """How a checkpoint stores its weights, as config.json's quantization_config says.
 
-Six dialects: "fp8" of DeepSeek and Qwen, "compressed-tensors" of llm-compressor and
-vLLM, "mxfp4" of gpt-oss, "modelopt" of NVIDIA, "awq" and "gptq". What is quantized
-otherwise is refused by name. All of this is read without PyTorch;
-`checkpoint/stored.py` makes weights of what is said here.
+Six quantization methods: "fp8" of DeepSeek and Qwen, "compressed-tensors" of
+llm-compressor and vLLM, "mxfp4" of gpt-oss, "modelopt" of NVIDIA, "awq" and "gptq".
+What is quantized otherwise is refused by name. All of this is read without PyTorch;
+`stored.py` makes weights of what is said here, and `awq_gptq.py` of a `GroupedInt`.
 """
 
 import fnmatch
@@ -318,7 +318,7 @@ def match_listed(where: str, section: Mapping[str, Any], field: str) -> Find:
 
 
 def read_fp8(config: Mapping[str, Any]) -> Quantization:
-    """The dialect "fp8": squares of 128 x 128 numbers, or one scale for a weight."""
+    """The method "fp8": squares of 128 x 128 numbers, or one scale for a weight."""
     check_allowed(
         FIELD,
         config,
@@ -334,13 +334,13 @@ def read_fp8(config: Mapping[str, Any]) -> Quantization:
 
 
 def read_mxfp4(config: Mapping[str, Any]) -> Quantization:
-    """The dialect "mxfp4": experts, whether a layer's lie in one weight or apart."""
+    """The method "mxfp4": experts, whether a layer's lie in one weight or apart."""
     experts = re.compile(r".*\.experts\.(.+\.weight|(gate_up|down)_proj)$").match
     return Quantization(((MXFP4_EXPERTS, experts),), match_skipped(config, ()))
 
 
 def read_modelopt(config: Mapping[str, Any]) -> Quantization:
-    """The dialect "modelopt", of which FP8 is read; its lists have wildcards."""
+    """The method "modelopt", of which FP8 is read; its lists have wildcards."""
     check_allowed(FIELD, config, quant_algo=("FP8",))
     field = "ignore" if config.get("ignore") is not None else "exclude_modules"
     expressions = map(fnmatch.translate, modules_in(FIELD, config, field))
@@ -361,7 +361,7 @@ def group_size(where: str, size: object) -> int:
 
 
 def read_awq(config: Mapping[str, Any]) -> Quantization:
-    """The dialect "awq", as AutoAWQ writes it."""
+    """The method "awq", as AutoAWQ writes it."""
     check_allowed(
         FIELD,
         config,
@@ -376,7 +376,7 @@ def read_awq(config: Mapping[str, Any]) -> Quantization:
 
 
 def read_gptq(config: Mapping[str, Any]) -> Quantization:
-    """The dialect "gptq", as AutoGPTQ and GPTQModel write it.
+    """The method "gptq", as AutoGPTQ and GPTQModel write it.
 
     Zero points are one less in the file than they are, but in version 2. ``dynamic``
     may take modules out, by regular expressions behind "-:".
@@ -406,7 +406,7 @@ def read_gptq(config: Mapping[str, Any]) -> Quantization:
 
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
-    """The dialect "compressed-tensors": a scheme for each group of modules."""
+    """The method "compressed-tensors": a scheme for each group of modules."""
     check_allowed(FIELD, config, transform_config=(None, {}))
     sparsity = config.get("sparsity_config") or {}
     check_allowed(f"{FIELD}.sparsity_config", sparsity, format=(None, "dense"))

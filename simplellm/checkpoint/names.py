@@ -1,8 +1,9 @@
-"""What each tensor of gpt-oss is called by us and on disk, and what shape it has.
+"""What each tensor is called by us and on disk, and what shape it has, of any family.
 
-V vocabulary, H query heads, D head_dim, Q rows of all query heads, KV rows of all key
-heads, QKV = Q + 2 * KV, E experts, I intermediate size, F that of a dense network, P
-positions. A weight's output axis comes before its input axis.
+NAMES is the table of gpt-oss; those of the others are in families/. V vocabulary, H
+query heads, D head_dim, Q rows of all query heads, KV rows of all key heads, QKV = Q +
+2 * KV, E experts, I intermediate size, F that of a dense network, P positions. A
+weight's output axis comes before its input axis.
 """
 
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ NAMES = (
 
 
 def is_expert_weight(ours: str) -> bool:
-    """Whether the tensor that we call ``ours`` may be stored as MXFP4."""
+    """Whether the tensor that we call ``ours`` is a weight of experts, and no bias."""
     return ours.endswith((".gate_up", ".down"))
 
 
