@@ -73,6 +73,10 @@ class SamplingParams:
     then temperature divides the logits; then min_p, top_k and top_p, in this order,
     drop tokens; then one token is drawn. Raises TypeError or ValueError for a parameter
     of the wrong type, out of range, or at odds with another one.
+
+    HTTP bodies, keywords of `LLM` and other processes take a new field by its name. Not
+    so: what draws (model/ops.py, model/parallel.py, kernels, DRAWS of engine/warmup.py)
+    and who knows a few (checkpoint/folder.py, checkpoint/gguf/tokens.py, apps/).
     """
 
     n: int = declared(1, high=1024)  # samples of the prompt

@@ -31,8 +31,11 @@ To add an endpoint, write one file:
    without; they are pure, and tests compare the two; what has effects belongs into
    ``begin`` and ``end``. An event with a "type" gets an ``event:`` line.
 4. A list of `Endpoint` records, with a name of its own, added to ENDPOINTS in app.py.
-   ``form`` is how errors look there, if not as OpenAI's; ``open`` says that it needs no
-   key, and the first line of its handler's docstring is its summary at /docs.
+   ``result`` is its answer's schema, from `http/response_schemas.py`; ``form`` is how
+   errors look there, if not as OpenAI's; ``open`` says that it needs no key, and the
+   first line of its handler's docstring is its summary at /docs. For batch files, add
+   it to ENDPOINTS of apps/offline.py too; on a cluster, a field with a new name that
+   holds the prompt belongs into PROMPT_PARTS of `cluster/ingress.py`.
 
 It inherits the rest: limits, request ids, disconnects, slow readers, time limit, drain,
 metrics and the access log.

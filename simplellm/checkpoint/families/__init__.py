@@ -2,7 +2,10 @@
 
 A new one is such a file and an entry below. What it says in other words than those
 before it (a norm, an activation, a rule of routing) is a record of `model/layers.py`
-and a case of an operation in `model/ops.py`; the forward pass stays as it is.
+and a case of an operation in `model/ops.py`; the forward pass stays as it is. For
+GGUF files, `checkpoint/gguf/metadata.py` (MODEL_TYPES, OF_FAMILY) and perhaps
+`checkpoint/gguf/source.py` (PAIRED_HEADS) and `checkpoint/gguf/names.py` have to know
+it. CASES of tests/families.py has what it is compared with.
 
 `decoder.py` has the tensors that most families share. The families: `gpt_oss.py`,
 `llama.py`, `qwen2.py`, `qwen3.py`, `qwen3_moe.py`, `mistral.py`, `mixtral.py`,

@@ -40,6 +40,10 @@ class CallForm:
     those of a turn, where MORE are the ones behind the first. In the opening, NAME is
     the function's name, and JSON_NAME that as JSON has it. A ``bare`` call may also
     make up a turn without any tag. Arguments are JSON, unless they are ``xml``.
+
+    A form is two things: this grammar, in FORMS, with its tags in TAGS; and how it is
+    read, by `TagParser` in tags.py: OPENINGS there, its tag in ``push``, or, of calls
+    that come as a whole, whole_calls.py.
     """
 
     opening: str
