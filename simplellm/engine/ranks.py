@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -279,23 +279,13 @@ class StepSender(Ranks):
         count, columns, steps, counts, mask = choice
         new = counts is not None and counts.in_prompt is not self.counts
         self.counts = None if counts is None else counts.in_prompt
-        tables = [getattr(counts, name) if new else None for name in TABLES]
+        tables = [(name, getattr(counts, name)) for name in TABLES] if new else None
         other, self.columns = columns is not self.columns, columns
-        *filters, some_top_k, some_top_p = columns.filters or (None,) * 5
-        values = [columns.seeds, columns.temperature, columns.full_rows]
-        values += [*(columns.bias or (None,) * 3), *filters]
-        tensors = [steps, *(values if other else [None] * len(values)), *tables]
-        tensors += [None, None] if mask is None else [mask.rows, mask.bits]
-        self.send_call(
-            "sample",
-            tensors,
-            count=count,
-            random=columns.random,
-            logprobs=columns.logprobs,
-            filtered=[some_top_k, some_top_p],
-            counting=counts is not None,
-            other=other,
-        )
+        tensors: list[Tensor | None] = []
+        values = steps, columns if other else None, tables, mask
+        numbers = {"count": count, "counting": counts is not None}
+        numbers["values"] = without_tensors(values, tensors)
+        self.send_call("sample", tensors, **numbers)
 
 
 class Leader(ParallelRank):
@@ -516,6 +506,30 @@ class TensorLeader(Leader, TensorParallel, StepSender):
 TABLES = ("rows", "in_prompt", "in_output", "repetition", "presence", "frequency")
 
 
+def without_tensors(value: Any, tensors: list[Tensor | None]) -> Any:
+    """``value`` as JSON has it, for `with_tensors`: its tensors go to ``tensors``.
+
+    Of a dataclass or a named tuple it has the values of all fields, in their order.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if is_dataclass(value):
+        value = [getattr(value, field.name) for field in fields(value)]
+    if isinstance(value, tuple | list):
+        return [without_tensors(one, tensors) for one in value]
+    return value
+
+
+def with_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """What `without_tensors` was given, but with tuples for all that has parts."""
+    if isinstance(value, dict):
+        return tensors[value["tensor"]]
+    if isinstance(value, list):
+        return tuple(with_tensors(one, tensors) for one in value)
+    return value
+
+
 def kinds_of(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Each tensor's dtype and shape, as JSON has them; None for none."""
     return [t if t is None else [dtype_name(t.dtype), [*t.shape]] for t in tensors]
@@ -639,7 +653,7 @@ class Follower(ParallelRank):
     def follow(self, runner: Any) -> None:
         """Take part in all steps with this rank's `Runner`, until rank 0 ends."""
         counts = TokenCounts(runner.model.config.vocab_size, runner.device)
-        columns: SamplingTensors | None = None
+        columns: SamplingTensors  # those of the latest message that has some
         sampled: SamplerOutput | None = None  # of the step under way
         while (message := self.link.receive()) is not None:
             kinds, count = message["tensors"], message["count"]
@@ -659,16 +673,16 @@ class Follower(ParallelRank):
                 self._answer(runner, sampled, count)
                 sampled = None
                 continue
-            steps, *rest = self._receive(kinds, self.device)
-            column_tensors, tables, (rows, bits) = rest[:9], rest[9:15], rest[15:]
-            if columns is None or message["other"]:
-                columns = sampling_tensors(column_tensors, message)
-            if tables[0] is not None:
-                for name, table in zip(TABLES, tables, strict=True):
-                    setattr(counts, name, table)
+            values = with_tensors(message["values"], self._receive(kinds, self.device))
+            steps, new_columns, tables, mask = values
+            if new_columns is not None:
+                columns = SamplingTensors(*new_columns)
+                if columns.filters is not None:
+                    columns = replace(columns, filters=Filters(*columns.filters))
+            for name, table in tables or ():
+                setattr(counts, name, table)
             counting = counts if message["counting"] else None
-            mask = None if rows is None else Mask(rows, bits)
-            choice = TokenChoice(count, columns, steps, counting, mask)
+            choice = TokenChoice(count, columns, steps, counting, mask and Mask(*mask))
             sampled = runner.choose_tokens(choice)
             self._has_launched()
 
@@ -702,20 +716,3 @@ class TensorFollower(Follower, TensorParallel):
         if len(data):
             self.group.broadcast(data)
         return tensors_of(data, kinds)
-
-
-def sampling_tensors(
-    tensors: Sequence[Any], message: Mapping[str, Any]
-) -> SamplingTensors:
-    """The columns that `StepSender.send_sample` has sent."""
-    seeds, temperature, full_rows, *bias = tensors[:6]
-    filters = tensors[6:]
-    return SamplingTensors(
-        seeds=seeds,
-        temperature=temperature,
-        filters=None if filters[0] is None else Filters(*filters, *message["filtered"]),
-        bias=None if bias[0] is None else (bias[0], bias[1], bias[2]),
-        random=message["random"],
-        logprobs=message["logprobs"],
-        full_rows=full_rows,
-    )
