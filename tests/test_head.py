@@ -28,9 +28,8 @@ from simplellm.engine import build_speculation, graphs, head_drafter
 from simplellm.engine.build_speculation import capture_drafts
 from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.graphs import bucket_sizes, verify_shapes
-from simplellm.engine.head_drafter import HeadDrafts
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculator import DRAFTERS
+from simplellm.engine.speculator import DRAFTERS, HeadDrafts
 from simplellm.engine.verify_chunks import PlaceholderChunk
 from simplellm.model.eagle import with_taps
 from simplellm.model.kv_pool import KVPool

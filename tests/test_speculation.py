@@ -21,8 +21,7 @@ from simplellm import LLM, SamplingParams
 from simplellm.base.request import UNKNOWN, Request
 from simplellm.engine import step_times
 from simplellm.engine.draft_budget import StepCosts
-from simplellm.engine.head_drafter import HeadDrafts
-from simplellm.engine.speculator import Speculator
+from simplellm.engine.speculator import HeadDrafts, Speculator
 from simplellm.engine.stats import Stats
 from simplellm.engine.suffix_drafter import (
     INDEXED_AT_ONCE,

@@ -17,14 +17,18 @@ from simplellm.checkpoint.eagle import (
 from simplellm.checkpoint.families import read_config
 from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.graphs import MOST_VERIFIED, bucket_sizes
-from simplellm.engine.head_drafter import AuxHiddenStates, HeadDrafts, HeadProposer
+from simplellm.engine.head_drafter import AuxHiddenStates, HeadProposer
 from simplellm.engine.model_drafter import ModelDrafter, seconds_per_draft
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.speculative_scheduler import SpeculativeScheduler
-from simplellm.engine.speculator import DRAFTERS, LONGEST_DRAFT, Speculator
+from simplellm.engine.speculator import (
+    DRAFTERS,
+    LONGEST_DRAFT,
+    HeadDrafts,
+    Speculator,
+)
 from simplellm.engine.step_times import time_steps
-from simplellm.engine.suffix_drafter import SuffixDrafter
 from simplellm.model.eagle import as_model, build_head
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.memory import page_bytes
@@ -135,12 +139,15 @@ def build_speculative_schedulers(
     """
     name, number = config.speculative, config.num_speculative_tokens
     assert name is not None
-    most, drafter = number or LONGEST_DRAFT, DRAFTERS.get(name, SuffixDrafter)
-    if draft is not None:
-        most, drafter = number or HEAD_DRAFTS, partial(ModelDrafter, draft)
-    elif (form := find_head(config, runner.model.config)) is not None:
-        most, drafter = number or HEAD_DRAFTS, HeadDrafts
-        runner.proposer = head_proposer(runner, config, form, most)
+    most, drafter = number or HEAD_DRAFTS, DRAFTERS.get(name)
+    if drafter is not None:
+        most = number or LONGEST_DRAFT
+    elif draft is not None:
+        drafter = partial(ModelDrafter, draft)
+    else:  # made on the device, or by a model that another rank has
+        drafter = HeadDrafts
+        if (form := find_head(config, runner.model.config)) is not None:
+            runner.proposer = head_proposer(runner, config, form, most)
     costs = StepCosts({1: 0.0}) if number is None else None
     how: Any = {"proposer": runner.proposer, "serial_drafter": draft is not None}
     # Other ranks don't have what is drafted on this one's device.

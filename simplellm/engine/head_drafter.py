@@ -66,20 +66,6 @@ def equal_drafts(drafts: Tensor, sampled: Tensor) -> Tensor:
     return drafts == sampled
 
 
-class HeadDrafts:
-    """Holds one request's drafts, which `HeadProposer` made."""
-
-    def __init__(self) -> None:
-        # How long the text is that they continue, its last token, and they.
-        self.latest: tuple[int, int, list[int]] = (0, 0, [])
-
-    def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Up to ``most`` tokens that may follow ``tokens``, and 0: all as sure."""
-        length, last, drafts = self.latest
-        known = len(tokens) == length and tokens[-1] == last
-        return drafts[:most] if known else [], 0
-
-
 class HeadProposer:
     """A head with its pages, which drafts after each step.
 

@@ -57,6 +57,20 @@ class Proposer(Protocol):
     deliver: Callable[[Request, int, int, list[int]], object]
 
 
+class HeadDrafts:
+    """Holds one request's drafts, which a `Proposer` made."""
+
+    def __init__(self) -> None:
+        # How long the text is that they continue, its last token, and they.
+        self.latest: tuple[int, int, list[int]] = (0, 0, [])
+
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
+        """Up to ``most`` tokens that may follow ``tokens``, and 0: all as sure."""
+        length, last, drafts = self.latest
+        known = len(tokens) == length and tokens[-1] == last
+        return drafts[:most] if known else [], 0
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter}
 
 
@@ -141,7 +155,8 @@ class Speculator:
 
         If the text has changed since, the drafter drops them.
         """
-        drafter: Any = self._state_of(request).drafter
+        drafter = self._state_of(request).drafter
+        assert isinstance(drafter, HeadDrafts)  # as beside any proposer
         drafter.latest = length, last, drafts
 
     def count_drafts(self, request: Request, checked: int, right: int) -> None:
@@ -197,8 +212,9 @@ class Speculator:
         return self.backoff.left >= TIMED_BACKOFF_STEPS
 
     def close(self) -> None:
-        """Let go of what makes drafts, and of its memory. The counts stay."""
-        self.proposer, self.drafter = None, SuffixDrafter
+        """Let go of what makes drafts, and of its memory: for good. The counts stay."""
+        self.proposer = None
+        del self.drafter
         self.draft_states.clear()
 
     def draft_stats(self) -> dict[str, Any]:
