@@ -33,7 +33,7 @@ from simplellm.checkpoint.stored import move_weight
 from simplellm.engine.build_runner import build_runner
 from simplellm.engine.build_speculation import (
     capture_drafts,
-    find_head,
+    check_drafter,
     head_page_bytes,
     is_model,
     with_own_head,
@@ -110,7 +110,7 @@ def open_model(
     packed = takes_packed(config, dtype, device)
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed, packed)
-    find_head(config, source.config)  # before anything takes long
+    check_drafter(config, source.config)  # before anything takes long
     return source, config, dtype
 
 

@@ -84,7 +84,7 @@ class Checkpoint:
             self._expect(self.config)
         self._infos = read_headers(self._shards, self._spelled)
         with reraise_as(CheckpointError, self.path):
-            self._find_head()
+            self._find_lm_head()
             self._drop_zero_biases()
             self._check_names(index)
             self._check_headers()
@@ -149,8 +149,8 @@ class Checkpoint:
         self._shapes, self._stored = tensor_shapes(config), stored_shapes(config)
         self._expected = {name for part in self._stored.values() for name in part}
 
-    def _find_head(self) -> None:
-        """Settle whether the head is the embedding, as transformers does.
+    def _find_lm_head(self) -> None:
+        """Settle whether the LM head is the embedding, as transformers does.
 
         If they are tied, one of them alone is both; a head that differs is not tied.
         """

@@ -60,10 +60,15 @@ def is_model(name: str | None) -> bool:
     return names[0] not in ARCHITECTURES
 
 
+def check_drafter(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ValueError for what is no drafter, or none for this model."""
+    find_head(config, model)
+
+
 def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
     """The config of the head whose folder ``speculative`` is; None: there is none.
 
-    Raises ValueError for what is no drafter, or none for this model.
+    Raises ValueError as `check_drafter` does.
     """
     name = config.speculative
     if name is None or name in DRAFTERS:
