@@ -231,6 +231,10 @@ class Ops:
     ``prepare`` brings a layer's weights into the layout that the others read.
     ``penalize`` is that of `simplellm.sampling.penalties.TokenCounts`. ``reduce`` adds
     up what several ranks have computed of [T, hidden]; see model/parallel.py.
+
+    A layer has to call ``add_norm``, whatever else is fused: there `with_taps` of
+    model/eagle.py reads a layer's input for an EAGLE head. Where it isn't that of
+    model/kernels/norm.py, model/kernels/reduce.py does not fuse ``reduce`` with it.
     """
 
     name: str
