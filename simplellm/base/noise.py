@@ -25,6 +25,8 @@ def gumbel_noise(
 ) -> Tensor:
     """Standard Gumbel noise that is a function of (seed, step, token), not a stream.
 
+    A row's step is how many tokens of output it has so far.
+
     seeds int64 [B] (all 64 bits count) and steps int64 [B] -> float32 [B, V]. Counter
     based as in Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". For
     V tokens from ``start`` on.

@@ -302,19 +302,19 @@ class HeadProposer:
         elif self.linked:
             self._resolve(batch)
 
-    def steps(
-        self, runner: Runner, requests: Sequence[SamplePosition], steps: Tensor
+    def output_lengths(
+        self, runner: Runner, requests: Sequence[SamplePosition], lengths: Tensor
     ) -> Tensor:
         """How many tokens ``requests`` have where the runner's step samples, int64 [S].
 
-        ``steps`` is what the host says, which may know the drafts that were right.
+        ``lengths`` is what the host says, which may know the drafts that were right.
         """
         if not self.linked:
-            return steps
+            return lengths
         batch = runner.view(runner.inputs, runner.step[1])
-        ends = batch.logits_indices[: len(steps)].long()
+        ends = batch.logits_indices[: len(lengths)].long()
         prompts = [request.num_prompt for request in requests]
-        return batch.positions[ends] + 1 - upload(prompts, torch.int64, steps.device)
+        return batch.positions[ends] + 1 - upload(prompts, torch.int64, lengths.device)
 
     def propose(
         self, runner: Runner, samples: Sequence[SamplePosition]

@@ -70,8 +70,8 @@ class TokenChoice(NamedTuple):
     """A rank's part in choosing tokens: see `Runner.choose_tokens`."""
 
     samples: int
-    columns: SamplingTensors
-    steps: Tensor  # int64 [samples], as in `sample`
+    tensors: SamplingTensors
+    output_lengths: Tensor  # int64 [samples], as in `sample`
     counts: TokenCounts | None
     mask: Mask | None
 
@@ -129,10 +129,10 @@ class Ranks:
         """Let the others choose tokens, too."""
 
     def local_sampling(
-        self, columns: SamplingTensors, mask: Mask | None
+        self, tensors: SamplingTensors, mask: Mask | None
     ) -> tuple[SamplingTensors, Mask | None]:
         """Biases and mask for this rank's part of the vocabulary."""
-        return columns, mask
+        return tensors, mask
 
     def watch(self, wake: Callable[[], object]) -> None:
         """Call ``wake`` once a rank has ended; then `check` says which."""
@@ -167,7 +167,7 @@ class TensorParallel(ParallelRank):
     tokens: range  # of the vocabulary, this rank's
     alone: Ops  # the table of a rank alone
     vocab_size: int
-    owned: tuple[Any, Any] = None, None  # columns, and this rank's part of them
+    owned: tuple[Any, Any] = None, None  # tensors, and this rank's part of them
 
     def shard(self, source: Source, config: EngineConfig) -> Source:
         here = Shard(self.group.rank, self.size, config.enable_expert_parallel)
@@ -201,20 +201,20 @@ class TensorParallel(ParallelRank):
         return self.group.sum(every)
 
     def local_sampling(
-        self, columns: SamplingTensors, mask: Mask | None
+        self, tensors: SamplingTensors, mask: Mask | None
     ) -> tuple[SamplingTensors, Mask | None]:
         start, stop = self.tokens.start, self.tokens.stop
-        if columns.bias is not None:
-            if columns is not self.owned[0]:  # to choose some waits for the GPU
-                rows, tokens, values = columns.bias
+        if tensors.bias is not None:
+            if tensors is not self.owned[0]:  # to choose some waits for the GPU
+                rows, tokens, values = tensors.bias
                 here = (tokens >= start) & (tokens < stop)
                 bias = rows[here], tokens[here] - start, values[here]
-                self.owned = columns, replace(columns, bias=bias)
-            columns = self.owned[1]
+                self.owned = tensors, replace(tensors, bias=bias)
+            tensors = self.owned[1]
         if mask is not None:  # ranks part between words
             bits = mask.bits[:, start // 32 : -(-stop // 32)].contiguous()
             mask = replace(mask, bits=bits)
-        return columns, mask
+        return tensors, mask
 
 
 class Link:
@@ -258,7 +258,7 @@ class StepSender(Ranks):
     """Sends each step to other ranks, by `send_call`."""
 
     memory: "SharedMemory"  # that they have, too
-    columns: SamplingTensors | None = None  # that they have
+    sampling_tensors: SamplingTensors | None = None  # that they have
     counts: Tensor | None = None  # of the tables that they have
 
     def send_call(
@@ -276,16 +276,16 @@ class StepSender(Ranks):
         self.send_call("forward", [sent, *(t.tokens for t in targets)], **step)
 
     def send_sample(self, choice: TokenChoice) -> None:
-        count, columns, steps, counts, mask = choice
+        count, tensors, lengths, counts, mask = choice
         new = counts is not None and counts.in_prompt is not self.counts
         self.counts = None if counts is None else counts.in_prompt
         tables = [(name, getattr(counts, name)) for name in TABLES] if new else None
-        other, self.columns = columns is not self.columns, columns
-        tensors: list[Tensor | None] = []
-        values = steps, columns if other else None, tables, mask
+        known, self.sampling_tensors = self.sampling_tensors, tensors
+        values = lengths, None if tensors is known else tensors, tables, mask
+        sent: list[Tensor | None] = []
         numbers = {"count": count, "counting": counts is not None}
-        numbers["values"] = without_tensors(values, tensors)
-        self.send_call("sample", tensors, **numbers)
+        numbers["values"] = without_tensors(values, sent)
+        self.send_call("sample", sent, **numbers)
 
 
 class Leader(ParallelRank):
@@ -653,7 +653,7 @@ class Follower(ParallelRank):
     def follow(self, runner: Any) -> None:
         """Take part in all steps with this rank's `Runner`, until rank 0 ends."""
         counts = TokenCounts(runner.model.config.vocab_size, runner.device)
-        columns: SamplingTensors  # those of the latest message that has some
+        tensors: SamplingTensors  # those of the latest message that has some
         sampled: SamplerOutput | None = None  # of the step under way
         while (message := self.link.receive()) is not None:
             kinds, count = message["tensors"], message["count"]
@@ -674,15 +674,16 @@ class Follower(ParallelRank):
                 sampled = None
                 continue
             values = with_tensors(message["values"], self._receive(kinds, self.device))
-            steps, new_columns, tables, mask = values
-            if new_columns is not None:
-                columns = SamplingTensors(*new_columns)
-                if columns.filters is not None:
-                    columns = replace(columns, filters=Filters(*columns.filters))
+            lengths, fields_of_new, tables, mask = values
+            if fields_of_new is not None:
+                tensors = SamplingTensors(*fields_of_new)
+                if tensors.filters is not None:
+                    tensors = replace(tensors, filters=Filters(*tensors.filters))
             for name, table in tables or ():
                 setattr(counts, name, table)
             counting = counts if message["counting"] else None
-            choice = TokenChoice(count, columns, steps, counting, mask and Mask(*mask))
+            mask = mask and Mask(*mask)
+            choice = TokenChoice(count, tensors, lengths, counting, mask)
             sampled = runner.choose_tokens(choice)
             self._has_launched()
 

@@ -287,28 +287,28 @@ class Runner:
         count = len(requests)
         if count == 0:  # it is waited for all the same: its inputs are reused
             return self._fetch(requests, SamplerOutput(self.sampled_tokens[:0]))
-        columns, unrestricted = self._sampling_tensors(requests)
+        tensors, unrestricted = self._sampling_tensors(requests)
         counting = False if unrestricted else self.counts.prepare(requests)
         mask = None if unrestricted else self.masks.prepare(requests)
         sampled = SamplerOutput(self.sampled_tokens[:count])
-        changed = counting or mask is not None or columns.bias is not None
-        if columns.random or changed or columns.logprobs is not None:
-            steps = upload(output_lengths(requests), torch.int64, self.device)
+        changed = counting or mask is not None or tensors.bias is not None
+        if tensors.random or changed or tensors.logprobs is not None:
+            lengths = upload(output_lengths(requests), torch.int64, self.device)
             if self.proposer is not None:
-                steps = self.proposer.steps(self, requests, steps)
+                lengths = self.proposer.output_lengths(self, requests, lengths)
             counts = self.counts if counting else None
-            choice = TokenChoice(count, columns, steps, counts, mask)
+            choice = TokenChoice(count, tensors, lengths, counts, mask)
             self.ranks.send_sample(choice)
             sampled = self.choose_tokens(choice)
         return self._fetch(requests, sampled)
 
     def choose_tokens(self, choice: TokenChoice) -> SamplerOutput:
         """A rank's part in choosing tokens, as `sample` does."""
-        count, columns, steps, counts, mask = choice
-        columns, mask = self.ranks.local_sampling(columns, mask)
+        count, tensors, lengths, counts, mask = choice
+        tensors, mask = self.ranks.local_sampling(tensors, mask)
         logits, best = self.logits[:count], self.sampled_tokens[:count]
         ops = self.model.ops
-        sampled = sample(logits, best, columns, steps, ops, counts=counts, mask=mask)
+        sampled = sample(logits, best, tensors, lengths, ops, counts=counts, mask=mask)
         best[:] = sampled.tokens
         return sampled
 

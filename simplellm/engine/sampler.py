@@ -2,7 +2,7 @@
 
 B rows (one sequence each), V vocabulary, P rows with penalties. Everything is
 vectorized over the batch and stays on the logits' device. What a row gets depends on
-its own logits, its own parameters, its seed and its step, never on the other rows.
+its own logits, parameters, seed and number of tokens so far, never on other rows.
 """
 
 from collections.abc import Sequence
@@ -86,14 +86,14 @@ class SamplerOutput:
 
 def adjust_logits(
     logits: Tensor,
-    columns: SamplingTensors,
+    tensors: SamplingTensors,
     ops: Ops,
     counts: TokenCounts | None,
     mask: Mask | None,
 ) -> Tensor:
     """Logits [B, V] with biases and penalties, and without the tokens ruled out."""
-    if columns.bias is not None:
-        rows, tokens, values = columns.bias
+    if tensors.bias is not None:
+        rows, tokens, values = tensors.bias
         logits = logits.index_put((rows, tokens), values, accumulate=True)
     if counts is not None:
         logits = ops.penalize(counts, logits)
@@ -103,8 +103,8 @@ def adjust_logits(
 def sample(
     logits: Tensor,
     best: Tensor,
-    columns: SamplingTensors,
-    steps: Tensor,
+    tensors: SamplingTensors,
+    output_lengths: Tensor,
     ops: Ops,
     *,
     counts: TokenCounts | None = None,
@@ -112,27 +112,27 @@ def sample(
 ) -> SamplerOutput:
     """Choose one token for each row of ``logits`` float32 [B, V].
 
-    ``best`` int32 [B] are their likeliest tokens. ``steps`` int64 [B] counts each row's
-    tokens so far: with the seed it fixes the noise. ``counts`` are those of the rows
-    with penalties; ``mask`` is that of the rows that may not get every token. Logprobs
-    are those of the logits as given.
+    ``best`` int32 [B] are their likeliest tokens. ``output_lengths`` int64 [B] say how
+    many tokens each row has so far: the noise depends on that, the seed and the token
+    alone. ``counts`` are those of the rows with penalties; ``mask`` is that of the rows
+    that may not get every token. Logprobs are those of the logits as given.
 
     The draw is Gumbel-max: argmax(logits / temperature + noise) has exactly the
     distribution softmax(logits / temperature).
     """
-    adjusted = adjust_logits(logits, columns, ops, counts, mask)
+    adjusted = adjust_logits(logits, tensors, ops, counts, mask)
     if adjusted is not logits:
         best = ops.argmax(adjusted)
     tokens = best
-    if columns.random:
-        how = columns.temperature, columns.seeds, steps, columns.filters
+    if tensors.random:
+        how = tensors.temperature, tensors.seeds, output_lengths, tensors.filters
         tokens = ops.draw(adjusted, best, *how)
     if counts is not None:
         counts.add(tokens)
-    if columns.logprobs is None:
+    if tensors.logprobs is None:
         return SamplerOutput(tokens)
-    scored = ops.score(logits, tokens, columns.logprobs)
+    scored = ops.score(logits, tokens, tensors.logprobs)
     full: Sequence[Tensor] = ()
-    if (rows := columns.full_rows) is not None:
+    if (rows := tensors.full_rows) is not None:
         full = ops.score(logits[rows], tokens[rows], MAX_SIZE)[2:]
     return SamplerOutput(tokens, scored, full)

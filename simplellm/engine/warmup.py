@@ -67,10 +67,10 @@ def dummy_sampler_run(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     model, device = runner.model.config, runner.device
     counts = TokenCounts(model.vocab_size, device)
     wanted = counts if counts.prepare([Request([0], 1, params)]) else None
-    columns = SamplingTensors.of([params], model.vocab_size, device)
-    steps = torch.zeros(1, dtype=torch.int64, device=device)
-    logits = adjust_logits(runner.logits[:1], columns, ops, wanted, None)
-    how = columns.temperature, columns.seeds, steps, columns.filters
+    tensors = SamplingTensors.of([params], model.vocab_size, device)
+    lengths = torch.zeros(1, dtype=torch.int64, device=device)
+    logits = adjust_logits(runner.logits[:1], tensors, ops, wanted, None)
+    how = tensors.temperature, tensors.seeds, lengths, tensors.filters
     ops.draw(logits, runner.sampled_tokens[:1], *how)
 
 
