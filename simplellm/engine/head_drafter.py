@@ -311,7 +311,7 @@ class HeadProposer:
         """
         if not self.linked:
             return lengths
-        batch = runner.view(runner.inputs, runner.step[1])
+        batch = runner.view(runner.inputs, runner.step.sizes)
         ends = batch.logits_indices[: len(lengths)].long()
         prompts = [request.num_prompt for request in requests]
         return batch.positions[ends] + 1 - upload(prompts, torch.int64, lengths.device)

@@ -58,8 +58,8 @@ ALIGNMENT = 8  # bytes, of a tensor in a message
 class ForwardPass(NamedTuple):
     """A rank's part in the forward pass of a step: see `Runner.compute`."""
 
-    flat: Tensor  # int32, a `Batch` of this shape
-    shape: Sequence[int]  # as in `Runner.view`
+    flat: Tensor  # int32, a `Batch` of these sizes
+    sizes: Sequence[int]  # as in `Runner.view`
     samples: int
     copies: Sequence[tuple[int, int]]  # of pages, before it
     targets: Sequence[PromptTargets]
@@ -268,9 +268,9 @@ class StepSender(Ranks):
         raise NotImplementedError
 
     def send_forward(self, forward: ForwardPass) -> None:
-        flat, shape, count, copies, targets, graph = forward
+        flat, sizes, count, copies, targets, graph = forward
         scored = [(target.row, target.most) for target in targets]
-        step = {"shape": shape, "count": count, "copies": copies, "scored": scored}
+        step = {"sizes": sizes, "count": count, "copies": copies, "scored": scored}
         step |= {"graph": graph, "span": self.memory.span_of(flat)}
         sent = None if step["span"] else flat
         self.send_call("forward", [sent, *(t.tokens for t in targets)], **step)
@@ -664,7 +664,7 @@ class Follower(ParallelRank):
                 pairs = zip(scored, message["scored"], strict=True)
                 targets = [PromptTargets(None, 0, row, x, n) for x, (row, n) in pairs]
                 graph = message["graph"] and CaptureShape(*message["graph"])
-                how = message["shape"], count, message["copies"], targets, graph
+                how = message["sizes"], count, message["copies"], targets, graph
                 forward = ForwardPass(flat, *how)
                 runner.scores = runner.compute(forward, runner.graph_of(graph))
                 self._has_launched()

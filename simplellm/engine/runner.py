@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, le
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ from simplellm.sampling.masks import Masks
 
 NEEDS_LAST_TOKEN = attrgetter("needs_last_token")
 Flight = Callable[[], StepOutput]  # waits for what a step has sampled
+
+
+class StepUnderWay(NamedTuple):
+    """What the device computes now."""
+
+    scheduled: Sequence[ScheduledChunk]
+    sizes: Sequence[int]  # as in `Runner.view`
+    graph: CaptureShape | None  # that is replayed, if it is one without prompts
 
 
 class Runner:
@@ -95,19 +103,18 @@ class Runner:
         self.drafting_graphs = list[CapturedGraph]()  # decodes, and a head drafts
         self.verify_graphs = list[CapturedGraph]()  # decodes, with drafts
         self.mixed_graphs = list[CapturedGraph]()  # with prompts
-        # The step under way: what it computes, its shape, and that of its graph.
-        self.step: tuple[Sequence[ScheduledChunk], Any, CaptureShape | None]
+        self.step: StepUnderWay
         # Of a step: its requests, parameters, and if none is masked or penalized.
         self._cached_sampling: tuple[list[int], SamplingTensors, bool] | None = None
 
-    def view(self, flat: Any, shape: Sequence[int]) -> Batch:
-        """A step of this shape at the beginning of ``flat``.
+    def view(self, flat: Any, sizes: Sequence[int]) -> Batch:
+        """A step of these ``sizes`` at the beginning of ``flat``.
 
         So many tokens, sequences, pages of each, decodes, and tokens of a decode.
         """
-        tokens, sequences, pages, decodes, queries = shape
-        rows, sizes = (tokens, sequences, pages, decodes), self.pool
-        return Batch.of(flat, *rows, sizes.windows, sizes.page_size, queries)
+        tokens, sequences, pages, decodes, queries = sizes
+        rows, pool = (tokens, sequences, pages, decodes), self.pool
+        return Batch.of(flat, *rows, pool.windows, pool.page_size, queries)
 
     def batch_of(self, shape: CaptureShape, flat: Tensor | None = None) -> Batch:
         """A step of this shape: the captured one, or one in ``flat``."""
@@ -215,32 +222,32 @@ class Runner:
             tokens = agreed.tokens
             # Each row samples once. For d drafts, d rows without tokens are added.
             chunks += sum(map(num_drafts, scheduled))
-        shape = tokens, decodes + chunks, self._pages(scheduled), decodes, queries
+        sizes = tokens, decodes + chunks, self._pages(scheduled), decodes, queries
         self.buffer_index ^= 1
         staging = self.staging[self.buffer_index]
-        batch = self.view(staging.numpy(), shape)
+        batch = self.view(staging.numpy(), sizes)
         held = self.manager.tables
         fill_batch(batch, scheduled, real.decodes, self.sampling, held, self.tables)
         if drafting:
             self.proposer.link_placeholders(scheduled, batch.query_start_loc)
-        flat = staging[: Batch.size(*shape[:3], len(self.pool.windows))]
+        flat = staging[: Batch.size(*sizes[:3], len(self.pool.windows))]
         targets = prompt_targets(scheduled, self.device)
         captured = None if graph is None else graph.shape
-        forward = ForwardPass(flat, shape, len(sampling), copies, targets, captured)
+        forward = ForwardPass(flat, sizes, len(sampling), copies, targets, captured)
         self.ranks.send_forward(forward)
         self.sampling = [*sampling]
         alone = captured if captured and not captured.chunks else None
-        self.step = scheduled, shape, alone
+        self.step = StepUnderWay(scheduled, sizes, alone)
         self.scores = self.compute(forward, graph)
 
     def compute(
         self, forward: ForwardPass, graph: CapturedGraph | None
     ) -> list[PromptScores]:
         """A rank's part in a forward pass, by its own ``graph`` if there is one."""
-        flat, shape, count, copies, targets, _ = forward
+        flat, sizes, count, copies, targets, _ = forward
         self.pool.copy(copies)
         self.inputs[: len(flat)].copy_(flat, non_blocking=True)
-        batch, hidden = self.view(self.inputs, shape), self.hidden
+        batch, hidden = self.view(self.inputs, sizes), self.hidden
         if self.proposer is not None:
             self.proposer.resolve_placeholders(batch, forward.graph)
         if graph is not None:
