@@ -26,7 +26,7 @@ Seconds = Callable[[Sequence[ScheduledChunk]], float]
 
 
 class Clockwork:
-    """Runs an engine's loop, and is its runner, its inbox and its clock.
+    """Runs an engine's loop, and is its runner, its queue of aborts and its clock.
 
     ``device`` gives the seconds of a step, ``host`` those of its launch. With
     ``settles`` each launch waits for the step before, as some masks need it.
@@ -57,7 +57,7 @@ class Clockwork:
         scheduler = Scheduler(manager, **(sizes | limits))
         self.ranks = ALONE
         self.engine = Engine(scheduler, self, 131072, overlap=True)  # type: ignore[arg-type]
-        self.engine.inbox = self  # type: ignore[assignment]
+        self.engine.aborts = self  # type: ignore[assignment]
 
     def run(
         self,

@@ -54,13 +54,13 @@ class Engine(EngineBase):
         # thread that holds it.
         self.lock = threading.RLock()
         # Aborts, and None to wake the thread. Finalizers may put, too, in any thread.
-        self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self.aborts: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self.events = EventQueue()  # of Event, and None after the last
         self.thread: threading.Thread | None = None
         # Steps under way, the oldest first.
         self.flights: deque[tuple[Sequence[ScheduledChunk], Flight]] = deque()
         self.timer = LaunchTimer()
-        runner.ranks.watch(partial(self.inbox.put, None))
+        runner.ranks.watch(partial(self.aborts.put, None))
 
     def step(self) -> None:
         """Launch the next forward pass, and collect those that are over."""
@@ -73,7 +73,7 @@ class Engine(EngineBase):
         self.collect(self.depth if scheduled else 0)
 
     def collect(self, depth: int) -> None:
-        """Book the results of all steps but the last ``depth``, and emit them."""
+        """Record the results of all steps but the last ``depth``, and emit them."""
         while len(self.flights) > depth:
             scheduled, flight = self.flights[0]
             begin = time.monotonic()
@@ -187,10 +187,10 @@ class Engine(EngineBase):
             except BaseException:  # Ctrl-C: a call is taken whole or not at all
                 self.scheduler.withdraw(requests)
                 raise
-        self.inbox.put(None)
+        self.aborts.put(None)
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
-        self.inbox.put((request_id, reason))
+        self.aborts.put((request_id, reason))
 
     def stats(self) -> Stats:
         self.check()
@@ -231,14 +231,14 @@ class Engine(EngineBase):
             return
         self.closing = True
         self.cancelling = self.cancelling or cancel
-        self.inbox.put(None)
+        self.aborts.put(None)
         if self.thread is not None and threading.current_thread() is not self.thread:
             self.thread.join(timeout)
 
     def _loop(self) -> None:
         with on(device := self.runner.device):  # a thread begins on the first GPU
             try:
-                while self._drain_inbox_until_launch():
+                while self._drain_aborts_until_launch():
                     with self.lock:
                         expired = self.scheduler.expire(time.monotonic())
                     self.emit([*map(self._event, expired)])
@@ -254,7 +254,7 @@ class Engine(EngineBase):
             empty_cache(device)
             self.events.put(None)
 
-    def _drain_inbox_until_launch(self) -> bool:
+    def _drain_aborts_until_launch(self) -> bool:
         """Carry out what other threads asked for; wait while no step is due."""
         while True:
             self.runner.ranks.check()
@@ -268,7 +268,7 @@ class Engine(EngineBase):
                 return False
             timeout = None if idle else self.timer.remaining(time.monotonic())
             try:
-                abort = self.inbox.get(timeout=timeout)
+                abort = self.aborts.get(timeout=timeout)
             except queue.Empty:
                 return True
             if abort is not None:

@@ -61,7 +61,7 @@ class AuxHiddenStates:
             part[:count] = x[:count]
 
 
-def equal_drafts(drafts: Tensor, sampled: Tensor) -> Tensor:
+def drafts_match(drafts: Tensor, sampled: Tensor) -> Tensor:
     """Which drafts are the tokens that were sampled at their positions."""
     return drafts == sampled
 
@@ -152,7 +152,7 @@ class HeadProposer:
         last = min(len(batch.logits_indices), len(sampled)) - 1
         samples = (first[:, None] + self.offsets).clamp(max=last)
         after = (batch.logits_indices[samples] + 1).clamp(max=len(tokens) - 1)
-        right = equal_drafts(tokens[after], sampled[samples])
+        right = drafts_match(tokens[after], sampled[samples])
         right &= self.offsets < checked[:, None]
         accepted = right.int().cumprod(1).sum(1, dtype=torch.int32)
         ends = (first + accepted).clamp(max=last)

@@ -31,7 +31,7 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(eq=False)
 class Scheduler(RequestQueues):
-    """Decides for each step who computes what, and keeps the cache's books."""
+    """Decides for each step who computes what, and keeps track of the cache."""
 
     _: KW_ONLY
     max_num_batched_tokens: int  # that a step computes
@@ -144,7 +144,7 @@ class Scheduler(RequestQueues):
         return scheduled
 
     def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
-        """Book a step whose results will come: what it computes counts as there.
+        """Record a step whose results will come: what it computes counts as there.
 
         The tokens that it samples are UNKNOWN until `update_from_output`, unless a
         grammar forces them. The next step can be scheduled meanwhile: it needs how many
@@ -182,7 +182,7 @@ class Scheduler(RequestQueues):
     def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
-        """Book the results of a step: the ``tokens`` of each chunk that samples.
+        """Record the results of a step: the ``tokens`` of each chunk that samples.
 
         There is one, or several if a grammar forced them or drafts were right. Then no
         later step of the request may have begun, unless a subclass's `_keep` copes. It

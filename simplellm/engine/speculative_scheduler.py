@@ -157,7 +157,7 @@ class SpeculativeScheduler(Scheduler):
         self.manager.allocate(request.request_id, end)
 
     def update_after_launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
-        """Book a step whose results will come; of drafts, nothing is sure yet."""
+        """Record a step whose results will come; of drafts, nothing is sure yet."""
         proposer, drafting = self.speculator.proposer, has_drafts(scheduled)
         self._made = 0 if proposer is None else proposer.count
         sure = scheduled
@@ -202,7 +202,7 @@ class SpeculativeScheduler(Scheduler):
     def update_from_output(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
-        """Book the results of a step: of drafts, the right ones and one token more."""
+        """Record results of a step: of drafts, the right ones and one token more."""
         if self.speculator.backoff.left < TIMED_BACKOFF_STEPS:
             self._note_interval(scheduled)
         if not has_drafts(scheduled):

@@ -108,7 +108,7 @@ class Coin:
         self.chance = chance
         self.device_chance.fill_(chance)
 
-    def equal_drafts(self, drafts: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    def drafts_match(self, drafts: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """In place of the function of this name, for drafts of a head."""
         rows, columns = (torch.arange(n, device=drafts.device) for n in drafts.shape)
         toss = (self.device_tosses * GOLDEN + rows * ROWS) % 1
@@ -222,7 +222,7 @@ class Run:
         config = replace(config, speculative=args.speculative or str(folder / "head"))
         source = open_weights(*weights)
         # For good: a graph that is captured does what stands here while it is.
-        mock.patch.object(head_drafter, "equal_drafts", self.coin.equal_drafts).start()
+        mock.patch.object(head_drafter, "drafts_match", self.coin.drafts_match).start()
         mock.patch.object(step_output, "accept_drafts", self.coin.accept_drafts).start()
         mock.patch.object(speculator, "acceptance", self.coin.acceptance).start()
         if args.copies:
