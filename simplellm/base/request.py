@@ -79,8 +79,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        # Those of the prompt's tokens so far, if they are asked for, and until an event
-        # has them. Nothing comes before the first one. All samples take the first's.
+        # The prompt's so far, if asked for, until an event takes them. The first token
+        # has None: nothing predicts it. Of several samples, the first has them for all.
         scored = self.params.prompt_logprobs is not None and self.index == 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None
         self.prompt_logprobs = [None] if scored else None

@@ -82,6 +82,14 @@ class Agreed(NamedTuple):
     tokens: int
 
 
+class StepUnderWay(NamedTuple):
+    """What the device computes now."""
+
+    scheduled: Sequence[ScheduledChunk]
+    sizes: Sequence[int]  # as in `Runner.view`
+    graph: CaptureShape | None  # that is replayed, if it is one without prompts
+
+
 class CaptureError(RuntimeError):
     """A graph could not be recorded."""
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, le
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from simplellm.engine.graphs import (
     Agreed,
     CapturedGraph,
     CaptureShape,
+    StepUnderWay,
     capture_graphs,
 )
 from simplellm.engine.input_batch import fill_batch
@@ -39,14 +40,6 @@ from simplellm.sampling.masks import Masks
 
 NEEDS_LAST_TOKEN = attrgetter("needs_last_token")
 Flight = Callable[[], StepOutput]  # waits for what a step has sampled
-
-
-class StepUnderWay(NamedTuple):
-    """What the device computes now."""
-
-    scheduled: Sequence[ScheduledChunk]
-    sizes: Sequence[int]  # as in `Runner.view`
-    graph: CaptureShape | None  # that is replayed, if it is one without prompts
 
 
 class Runner:

@@ -113,9 +113,8 @@ def sample(
     """Choose one token for each row of ``logits`` float32 [B, V].
 
     ``best`` int32 [B] are their likeliest tokens. ``output_lengths`` int64 [B] say how
-    many tokens each row has so far: the noise depends on that, the seed and the token
-    alone. ``counts`` are those of the rows with penalties; ``mask`` is that of the rows
-    that may not get every token. Logprobs are those of the logits as given.
+    many tokens each row has so far: with its seed, that fixes its noise. ``counts`` and
+    ``mask`` are those of the rows that need some. Logprobs are of the logits as given.
 
     The draw is Gumbel-max: argmax(logits / temperature + noise) has exactly the
     distribution softmax(logits / temperature).

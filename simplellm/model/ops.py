@@ -230,11 +230,9 @@ class Ops:
     ``project`` is `linear` of x [T, in]; other tables may return [T, parts, out].
     ``prepare`` brings a layer's weights into the layout that the others read.
     ``penalize`` is that of `simplellm.sampling.penalties.TokenCounts`. ``reduce`` adds
-    up what several ranks have computed of [T, hidden]; see model/parallel.py.
-
-    A layer has to call ``add_norm``, whatever else is fused: there `with_taps` of
-    model/eagle.py reads a layer's input for an EAGLE head. Where it isn't that of
-    model/kernels/norm.py, model/kernels/reduce.py does not fuse ``reduce`` with it.
+    up what several ranks have computed of [T, hidden]; see model/parallel.py. Whatever
+    is fused, a layer calls ``add_norm``: there model/eagle.py reads an EAGLE head's
+    states, and model/kernels/reduce.py adds up if it's that of kernels/norm.py.
     """
 
     name: str
