@@ -507,9 +507,9 @@ class EngineConfig:
     data_parallel_size: int = declared(1)
     # Of all these, each has whole experts, and not a slice of each.
     enable_expert_parallel: bool = False
-    # Where drafts of the next tokens come from: "suffix", what the text said before, or
-    # the folder of an EAGLE-3 head or of a smaller model of the same tokenizer (method
-    # and model in speculative_config); "head" is the folder of that name in its own.
+    # What drafts the next tokens: "suffix", what the text said before; the folder of an
+    # EAGLE-3 head or of a smaller model with the same tokenizer; or "head", the EAGLE-3
+    # head in the folder head/ of the model's (method and model in speculative_config).
     speculative: str | None = None
     # Drafts of a request in a step; None: as many as are worth what they cost.
     num_speculative_tokens: int | None = declared(None, high=64)

@@ -119,7 +119,8 @@ class DraftBackoff:
     next: int = MIN_BACKOFF  # steps of the next backoff
     next_cost: int = MIN_COST_BACKOFF  # of the next one by what drafts cost
     requests: int = 0  # that ran when it began
-    # Of so many wrong drafts in a row. The first ones have no credit.
+    # How likely as many wrong drafts in a row are. It begins low, and not at 1: until
+    # some draft was right, a few wrong ones are enough.
     likelihood: float = 4 * SIGNIFICANCE
     prior_chance: float | None = None  # that a draft is right, before them
     right: bool = False  # whether any was, of those of this step

@@ -41,8 +41,8 @@ class SpeculativeScheduler(Scheduler):
         self._steps: deque[tuple[Any, int]] = deque(maxlen=3)
         # Of the step launched last, by requests' numbers: drafts that it checks.
         self._checking: dict[int, int] = {}
-        # Those in the step that is being launched, maybe before the one in flight is
-        # known: it has the pages that they hold.
+        # Requests in the step that is being launched, perhaps before the results of the
+        # step in flight are there. It uses their pages, so none may be given back.
         self._launching: set[int] = set()
         self._made = 0  # drafts of each of these requests that are made after it
 

@@ -38,10 +38,11 @@ def num_drafts(chunk: ScheduledChunk) -> int:
 
 
 def without_drafts(chunk: ScheduledChunk, launched: bool) -> ScheduledChunk:
-    """The part of ``chunk`` that computes the request's own tokens.
+    """``chunk`` without its drafts: it computes the request's own last token alone.
 
-    Once the results of a step that was ``launched`` are there, all earlier ones are
-    known, so that its own tokens are the first that aren't.
+    ``launched`` says that the step's results are there, and so are those of all steps
+    before it: the first UNKNOWN token is what this step has sampled, and the one before
+    that is what it has computed.
     """
     if not isinstance(chunk, DraftChunk):
         return chunk

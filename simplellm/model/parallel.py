@@ -317,10 +317,10 @@ class VocabularyShard:
 class ExpertExchange:
     """Experts that the ranks share, where each rank has tokens of its own.
 
-    As many rows on each rank, padding among them. A rank's own are sent to all others,
-    each computes what its experts say of them, and the sums come back. Which of the
-    experts of a row are where, nobody needs to know before; every row goes to every
-    rank, which is little more than need be where a token has more experts than there
+    All ranks have the same number of rows, some of them padding. Each sends its rows to
+    all others, every rank computes its experts' part of all rows, and the sum for a row
+    comes back to the rank that sent it. So nobody has to know which ranks have the
+    experts of a row. Little is sent in vain where a token has more experts than there
     are ranks.
     """
 

@@ -39,10 +39,10 @@ class Rounding(NamedTuple):
 
 
 def rounding_of(weight: Weight, block: int) -> Rounding | None:
-    """How a kernel rounds what a product with ``weight`` [N, K] reads, in its place.
+    """How a kernel rounds its output for the product with ``weight`` [N, K] to read.
 
-    None unless the format asks for it, and none of the scales is for numbers of two
-    programs, which make ``block`` numbers each.
+    None if the format doesn't round inputs, or if numbers that share a scale come from
+    several of the kernel's programs, which make ``block`` numbers each.
     """
     if not isinstance(weight, Scaled) or not weight.inputs:
         return None
