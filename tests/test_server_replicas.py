@@ -267,9 +267,9 @@ def test_what_is_told_of_them_adds_up(both: LLM, served: Served) -> None:
 
 def test_statistics_of_several_are_joined_as_each_field_says() -> None:
     one = Stats(1, 2, {"stop": 1}, 3, 4, 10, 5, 6, 7.0, 0.5, 8, 0.1, 0.4, None, None)
-    two = replace(one, finished={"stop": 2, "length": 1}, ttft=0.2, cached_tokens=0)
+    two = replace(one, finished={"stop": 2, "length": 0}, ttft=0.2, cached_tokens=0)
     found = join_records(Stats, [one, two])
-    assert found.finished == {"stop": 3, "length": 1} and found.tokens_per_second == 14
+    assert found.finished == {"stop": 3, "length": 0} and found.tokens_per_second == 14
     assert (found.ttft, found.itl) == (0.2, None) and found.cache_hit_rate == 5 / 20
     assert found.cache_usage == 0.5
     later = join_records(Stats, [one], [two])  # two's counts stay, what it did is over

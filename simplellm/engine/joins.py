@@ -9,7 +9,10 @@ Record = TypeVar("Record")
 
 
 def sum_by_key(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    return dict(sum(map(Counter, counts), Counter()))
+    whole = Counter[str]()
+    for one in counts:
+        whole.update(one)  # which keeps what was counted and never happened
+    return dict(whole)
 
 
 # The metadata that each field needs. ``join`` gets the values that are not None; those
