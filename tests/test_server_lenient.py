@@ -103,7 +103,7 @@ def made(served: Served, path: str, body: dict[str, Any]) -> Any:
     endpoint = next(e for e in ENDPOINTS if e.path == path and e.method == "POST")
     call = Call(served.service, HTTPRequest({"type": "http"}), "id")
     call.body = endpoint.read_parsed(call, {"seed": 1, **body})
-    request = endpoint.handler(call).requests[0]
+    request = endpoint.handler(call).specs[0]
     return request.tokens, request.params, request.max_tokens, request.grammar
 
 
