@@ -106,10 +106,10 @@ def empty(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workbook with all kept versions pasted into its blanks."""
     folder = tmp_path_factory.mktemp("full") / "workbook"
-    workbook.make(folder)
+    copytree(made, folder, symlinks=True)
     fill(folder, {blank.name: blank.kept for blank in BLANKS})
     return folder
 
