@@ -16,6 +16,7 @@ from openai.types.responses import Response
 from serving import NAME, Served, said
 from starlette.requests import Request as HTTPRequest
 
+from simplellm.base.config import ParameterError
 from simplellm.server.app import ENDPOINTS
 from simplellm.server.http.endpoint import Call
 from simplellm.server.http.errors import APIError
@@ -1364,6 +1365,7 @@ SOME_MESSAGE = st.fixed_dictionaries(
 @settings(max_examples=300)
 @example(messages=[{"role": "user", "content": [None]}], options={})
 @example(messages=[{"role": "user"}], options={"guided_json": "a b"})
+@example(messages=[{"role": "user"}], options={"guided_json": {"type": None}})
 @given(
     messages=NESTED | st.lists(SOME_MESSAGE | NESTED, max_size=4),
     options=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=4),
@@ -1371,7 +1373,7 @@ SOME_MESSAGE = st.fixed_dictionaries(
 def test_chats_are_refused_on_purpose(
     served: Served, strict: Served, messages: Any, options: dict[str, Any]
 ) -> None:
-    """What isn't right meets a check, which says what it expected."""
+    """What isn't right meets a check, which names the parameter."""
     for service in (served.service, strict.service):
         call = Call(service, HTTPRequest({"type": "http"}), "id")
         try:
@@ -1380,7 +1382,7 @@ def test_chats_are_refused_on_purpose(
             made = CHATS[0].handler(call)
         except APIError as error:
             assert error.param
-        except (TypeError, ValueError) as error:
-            assert "expected" in str(error)
+        except ParameterError as error:
+            assert error.param
         else:
             assert len(made.specs[0].tokens) > 10

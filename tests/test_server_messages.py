@@ -33,6 +33,7 @@ from starlette.requests import Request as HTTPRequest
 
 from simplellm import LLM, EngineConfig
 from simplellm.api.outputs import Usage, merge
+from simplellm.base.config import ParameterError
 from simplellm.server.anthropic import messages
 from simplellm.server.anthropic.messages import (
     MOST_LEVELS,
@@ -710,7 +711,7 @@ def test_bodies_are_refused_on_purpose(
     tools: Any,
     options: dict[str, Any],
 ) -> None:
-    """What isn't right meets a check, which says what it expected."""
+    """What isn't right meets a check, which names the parameter."""
     body = {"messages": turns, "system": system, "tools": tools, "max_tokens": 9}
     for service in (served.service, strict.service):
         call = Call(service, HTTPRequest({"type": "http"}), "id")
@@ -719,8 +720,8 @@ def test_bodies_are_refused_on_purpose(
             made = messages.AnthropicMessage(call)
         except APIError as error:
             assert error.message
-        except (TypeError, ValueError) as error:
-            assert "expected" in str(error)
+        except ParameterError as error:
+            assert error.param
         else:
             assert len(made.specs[0].tokens) > 10
 

@@ -40,6 +40,7 @@ from starlette.requests import Request as HTTPRequest
 from simplellm import LLM, EngineConfig
 from simplellm.api.outputs import merge
 from simplellm.api.reply import ChatReply
+from simplellm.base.config import ParameterError
 from simplellm.base.request import Event, Request, TokenLogprobs
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.server.app import make_app
@@ -860,7 +861,7 @@ ITEM = st.fixed_dictionaries(
 def test_bodies_are_refused_on_purpose(
     served: Served, strict: Served, given: Any, tools: Any, options: dict[str, Any]
 ) -> None:
-    """What isn't right meets a check, which says what it expected."""
+    """What isn't right meets a check, which names the parameter."""
     body = {"input": given, "tools": tools, **options}
     for service in (served.service, strict.service):
         call = Call(service, HTTPRequest({"type": "http"}), "id")
@@ -869,8 +870,8 @@ def test_bodies_are_refused_on_purpose(
             made = responses.Response(call)
         except APIError as error:
             assert error.param
-        except (TypeError, ValueError) as error:
-            assert "expected" in str(error)
+        except ParameterError as error:
+            assert error.param
         else:
             assert len(made.specs[0].tokens) > 10
 
