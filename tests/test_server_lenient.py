@@ -16,6 +16,7 @@ from openai.types.responses import Response
 from serving import NAME, Served, said
 from starlette.requests import Request as HTTPRequest
 
+from simplellm.api.checks import ContextLengthError
 from simplellm.base.config import ParameterError
 from simplellm.server.app import ENDPOINTS
 from simplellm.server.http.endpoint import Call
@@ -1382,7 +1383,7 @@ def test_chats_are_refused_on_purpose(
             made = CHATS[0].handler(call)
         except APIError as error:
             assert error.param
-        except ParameterError as error:
+        except (ParameterError, ContextLengthError) as error:
             assert error.param
         else:
             assert len(made.specs[0].tokens) > 10

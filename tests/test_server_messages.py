@@ -32,6 +32,7 @@ from serving import (
 from starlette.requests import Request as HTTPRequest
 
 from simplellm import LLM, EngineConfig
+from simplellm.api.checks import ContextLengthError
 from simplellm.api.outputs import Usage, merge
 from simplellm.base.config import ParameterError
 from simplellm.server.anthropic import messages
@@ -720,7 +721,7 @@ def test_bodies_are_refused_on_purpose(
             made = messages.AnthropicMessage(call)
         except APIError as error:
             assert error.message
-        except ParameterError as error:
+        except (ParameterError, ContextLengthError) as error:
             assert error.param
         else:
             assert len(made.specs[0].tokens) > 10

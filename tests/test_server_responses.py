@@ -38,6 +38,7 @@ from serving import (
 from starlette.requests import Request as HTTPRequest
 
 from simplellm import LLM, EngineConfig
+from simplellm.api.checks import ContextLengthError
 from simplellm.api.outputs import merge
 from simplellm.api.reply import ChatReply
 from simplellm.base.config import ParameterError
@@ -870,7 +871,7 @@ def test_bodies_are_refused_on_purpose(
             made = responses.Response(call)
         except APIError as error:
             assert error.param
-        except ParameterError as error:
+        except (ParameterError, ContextLengthError) as error:
             assert error.param
         else:
             assert len(made.specs[0].tokens) > 10
