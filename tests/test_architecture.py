@@ -79,7 +79,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 def operations() -> set[str]:
     """The fields of `Ops`: their names stand in every table of operations."""
-    for node in sizes.TREES["simplellm.model.ops"].body:
+    for node in sizes.trees()["simplellm.model.ops"].body:
         if isinstance(node, ast.ClassDef) and node.name == "Ops":
             return {
                 part.target.id
@@ -93,7 +93,7 @@ def test_one_word_means_one_thing_inside_a_folder() -> None:
     """But for operations in their tables, and each module's logger."""
     modules = defaultdict(list)
     shared = operations()
-    for module, tree in sizes.TREES.items():
+    for module, tree in sizes.trees().items():
         for name in defined(tree) - {"LOGGER"}:
             of_table = name in shared and module.startswith("simplellm.model")
             if module.count(".") > 1 and not name.startswith("__") and not of_table:

@@ -8,6 +8,7 @@ tests/test_architecture.py holds the bounds that are worth one.
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,12 @@ def dotted(path: Path) -> str:
 
 
 FILES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Each module as Python parses it."""
+    return {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
 
 
 def lines(path: Path) -> int:
@@ -46,7 +52,7 @@ class Function(NamedTuple):
 
 def functions() -> Iterator[Function]:
     """Every function of the package, methods and nested ones too."""
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, Definition):
                 decorators = " ".join(map(ast.unparse, node.decorator_list))
@@ -59,7 +65,7 @@ def functions() -> Iterator[Function]:
 def imported(module: str) -> set[str]:
     """The package's modules that one imports, wherever in it, for types alone too."""
     names: set[str] = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(trees()[module]):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -337,8 +338,9 @@ def test_the_glossary_terms_of_a_chapter_are_explained_in_it(
 def test_code_quoted_in_prose_exists(path: Path, text: str) -> None:
     """`name(...)` and `Class.member` are in the package, the chapter or a library."""
     code = "\n".join(cell.source for cell in cells.read(path))
-    known = names_in(code) | PACKAGE_NAMES | set(dir(builtins))
-    classes = PACKAGE_CLASSES | classes_in(code)  # the chapter's may add members
+    known = names_in(code) | package_names() | set(dir(builtins))
+    theirs = package_classes()
+    classes = theirs | classes_in(code)  # the chapter's may add members
     unknown = []
     for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(text)):
         match = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", span)
@@ -346,7 +348,7 @@ def test_code_quoted_in_prose_exists(path: Path, text: str) -> None:
             continue
         root, *members = match[1].split(".")
         if root in classes and members:
-            own = classes_in(code).get(root, set()) | PACKAGE_CLASSES.get(root, set())
+            own = classes_in(code).get(root, set()) | theirs.get(root, set())
             unknown += [span] * (members[0] not in own)
         elif match[2] and not {root, *members} <= known:
             unknown.append(span)
@@ -378,16 +380,25 @@ def classes_in(code: str) -> dict[str, set[str]]:
     return found
 
 
-SOURCES = [
-    *(ROOT / "simplellm").rglob("*.py"),
-    *(ROOT / "chapters/course").glob("*.py"),
-]
-PACKAGE_CODE = "\n".join(
-    re.sub(r"^from __future__.*$", "", source.read_text("utf-8"), flags=re.MULTILINE)
-    for source in SOURCES
-)
-PACKAGE_NAMES = names_in(PACKAGE_CODE)
-PACKAGE_CLASSES = classes_in(PACKAGE_CODE)
+@cache
+def package_code() -> str:
+    """All of the package and of the course's own modules."""
+    sources = [
+        *(ROOT / "simplellm").rglob("*.py"),
+        *(ROOT / "chapters/course").glob("*.py"),
+    ]
+    codes = (source.read_text("utf-8") for source in sources)
+    return "\n".join(re.sub(r"(?m)^from __future__.*$", "", code) for code in codes)
+
+
+@cache
+def package_names() -> set[str]:
+    return names_in(package_code())
+
+
+@cache
+def package_classes() -> dict[str, set[str]]:
+    return classes_in(package_code())
 
 
 @every_chapter
@@ -533,7 +544,7 @@ def test_names_beside_those_of_other_engines_are_in_the_package() -> None:
     unknown = []
     for name in ours:
         owner, _, member = name.partition(".")
-        known = PACKAGE_CLASSES.get(owner, set()) if member else PACKAGE_NAMES
+        known = package_classes().get(owner, set()) if member else package_names()
         if (member or owner) not in known:
             unknown.append(name)
     assert unknown == []
