@@ -304,9 +304,13 @@ def test_a_prefix_comes_back_from_the_host():
     assert row["share"] == row["back_ms"] / row["computed_ms"] > 0
 
 
-def test_agents_get_what_was_computed_a_turn_ago():
-    shape = SMALL | {"vocab_size": 97}
-    row = agents.measure(shape, users=3, lengths=(200, 40, 20), turns=4, page_size=16)
+@pytest.mark.parametrize("accepted", [None, 2.5])
+def test_agents_get_what_was_computed_a_turn_ago(accepted):
+    shape = SMALL | {"vocab_size": 97, "num_hidden_layers": 5 if accepted else 1}
+    how = {"lengths": (200, 40, 20), "turns": 4, "accepted": accepted}
+    row = agents.measure(shape, users=3, page_size=16, **how)
+    if accepted:  # where none of random weights would be
+        assert 0 < row["accepted_drafts"] < row["drafts"]
     assert row["users"] == 3 and row["preemptions"] == 0
     assert row["prompt_tokens"] == 200 + 60 * (1 + 2 + 3) / 3
     assert 0.6 < row["cached"] < 0.9

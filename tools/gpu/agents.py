@@ -2,12 +2,14 @@
 
     python tools/gpu/agents.py --json figures/12-agents.json
     python tools/gpu/agents.py --model gpt-oss-120b --users 32 --kv-cache-dtype auto
+    python tools/gpu/agents.py --length 2.72       with drafts of an EAGLE-3 head
 
 The load is that of `simplellm bench --load agent-long`, in token ids: each user begins
 with a long prompt, and each later one is the one before, its answer and a tool's
 result. Users send the next prompt as soon as they have an answer. The weights are
 random. What counts begins when everybody has the first answer, and ends with the first
-who has all.
+who has all. Drafts are right as in speculation.py: synthetic acceptance, such that a
+step that checks three gives --length tokens in the mean.
 """
 
 import json
@@ -24,9 +26,12 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 
 from records import argument_parser, header, save
+from speculation import Coin, chance_of, write_head
 
 from simplellm import LLM, EngineConfig, RequestOutput, SamplingParams
 from simplellm.apps.workloads import WORKLOADS
+from simplellm.checkpoint.checkpoint import open_weights
+from simplellm.model.machine import find_device, find_dtype
 
 LOAD = WORKLOADS["agent-long"]
 
@@ -90,15 +95,27 @@ def measure(
     users: int,
     lengths: tuple[int, int, int],
     turns: int,
+    accepted: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The row of a ``model``, a name or what its config.json says."""
+    """The row of a ``model``, a name or what its config.json says.
+
+    ``accepted``: how many tokens a step with three drafts gives; None: nobody drafts.
+    """
     first, result, answer = lengths
     with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if not isinstance(model, str):
-            place = stack.enter_context(tempfile.TemporaryDirectory())
-            (Path(place) / "config.json").write_text(json.dumps(model))
-            model = place
+            (place / "config.json").write_text(json.dumps(model))
+            model = str(place)
+        if accepted is not None:
+            device = find_device(None)
+            weights = model, find_dtype(None, device), device, True, None, False
+            write_head(place / "head", open_weights(*weights).config)
+            options["speculative"] = str(place / "head")
+            coin = Coin(device)
+            coin.set_chance(chance_of(accepted))
+            stack.enter_context(coin.install())
         config = EngineConfig(
             max_num_seqs=users,
             max_model_len=first + turns * (result + answer),
@@ -110,7 +127,11 @@ def measure(
             threads.submit(converse, llm, user, lengths, turns) for user in range(users)
         ]
         row = summarize([one.result() for one in asked])
-        return row | {"preemptions": llm.stats().preemptions}
+        stats = llm.stats()
+        if accepted is not None:
+            row["drafts"] = sum(stats.draft_tokens.values())
+            row["accepted_drafts"] = sum(stats.accepted_tokens.values())
+        return row | {"preemptions": stats.preemptions}
 
 
 def main() -> None:
@@ -119,13 +140,13 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--turns", type=int, default=LOAD.turns)
     parser.add_argument("--kv-cache-dtype", default="fp8")
+    parser.add_argument("--length", type=float, help="tokens of a step with drafts")
     options = parser.parse_args()
     assert LOAD.first is not None
     lengths = LOAD.first, LOAD.prompt[0], LOAD.output[0]
     kind = options.kv_cache_dtype
-    row = measure(
-        options.model, options.users, lengths, options.turns, kv_cache_dtype=kind
-    )
+    how = options.users, lengths, options.turns, options.length
+    row = measure(options.model, *how, kv_cache_dtype=kind)
     for name, value in row.items():
         print(f"{name:30}{value:12,.2f}")
     about = {"label": "agents with long histories", "model": options.model}

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,21 @@ class Coin:
     def set_chance(self, chance: float) -> None:
         self.chance = chance
         self.device_chance.fill_(chance)
+
+    def install(self) -> ExitStack:
+        """Toss it wherever an engine compares drafts, until what returns is closed.
+
+        A graph that is captured meanwhile does so for good.
+        """
+        places = (
+            (head_drafter, "drafts_match"),
+            (step_output, "accept_drafts"),
+            (speculator, "acceptance"),
+        )
+        patches = ExitStack()
+        for module, name in places:
+            patches.enter_context(mock.patch.object(module, name, getattr(self, name)))
+        return patches
 
     def drafts_match(self, drafts: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """In place of the function of this name, for drafts of a head."""
@@ -221,10 +237,7 @@ class Run:
             return
         config = replace(config, speculative=args.speculative or str(folder / "head"))
         source = open_weights(*weights)
-        # For good: a graph that is captured does what stands here while it is.
-        mock.patch.object(head_drafter, "drafts_match", self.coin.drafts_match).start()
-        mock.patch.object(step_output, "accept_drafts", self.coin.accept_drafts).start()
-        mock.patch.object(speculator, "acceptance", self.coin.acceptance).start()
+        self.coin.install()
         if args.copies:
             mock.patch.dict(speculator.DRAFTERS, suffix=CopyDrafter).start()
         self.drafting, _, _ = load_engine(source, config, dtype, device)
