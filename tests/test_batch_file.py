@@ -143,6 +143,12 @@ def test_results_have_the_ids_of_their_requests(echo, tmp_path, capsys):
     assert "4 requests: 4 answered, 0 errors" in capsys.readouterr().err
 
 
+def test_half_a_character_is_mended_as_in_the_server():
+    raw = rb'{"custom_id": "a", "body": {"prompt": "x\ud800"}}'
+    line = batch_file.read_line(1, raw)
+    assert line.request["body"]["prompt"] == "x\ufffd"
+
+
 def test_bad_lines_do_not_stop_the_rest(llm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cli, "load_llm", lambda *arguments: nullcontext(llm))
     bad = [

@@ -423,8 +423,8 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
         "shard 'model-9.safetensors' is missing; expected every file that",
     ),
     "index with a tensor that is not there": (
-        file(INDEX, b'{"weight_map": {"a": "model.safetensors"}}'),
-        "places 'a' in 'model.safetensors', which lacks it",
+        file(INDEX, b'{"weight_map": {"a": "model-1.safetensors"}}'),
+        "places 'a' in 'model-1.safetensors', which lacks it",
     ),
 }
 
@@ -435,11 +435,22 @@ def test_one_message_for_each_fault(name: str, tmp_path: Path) -> None:
     Checkpoint(tmp_path)
     break_it, message = BREAKS[name]
     break_it(tmp_path)
+    if (tmp_path / INDEX).exists():
+        (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
     with pytest.raises((CheckpointError, ConfigError)) as error:
         Checkpoint(tmp_path)
     assert message in str(error.value)
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_one_file_counts_before_an_old_index(tmp_path: Path) -> None:
+    """Whoever saves a model anew, in one file, may leave the index of shards there."""
+    write_checkpoint(tmp_path)
+    (tmp_path / INDEX).write_text(
+        '{"weight_map": {"a": "model-00001-of-3.safetensors"}}'
+    )
+    Checkpoint(tmp_path)
 
 
 def test_a_shard_that_the_index_leaves_out(tmp_path: Path) -> None:

@@ -234,6 +234,21 @@ def test_a_file_may_have_no_merges(tmp_path: Path, kind: str) -> None:
         assert tokenizer.encode(text) == ids
 
 
+def test_special_tokens_may_have_a_file_of_their_own(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    write_text_side(tmp_path, "gemma", template)
+    own = tmp_path / "tokenizer_config.json"
+    settings_ = json.loads(own.read_text("utf-8"))
+    named = {name: settings_.pop(name) for name in ("bos_token", "eos_token")}
+    tokenizer, dialect = open_folder(tmp_path)
+    expected = dialect.render([Message("user", "a")], tokenizer)
+    own.write_text(json.dumps(settings_))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer, dialect = open_folder(tmp_path)
+    assert dialect.render([Message("user", "a")], tokenizer) == expected
+    assert expected[0] == tokenizer.special[named["bos_token"]]
+
+
 def test_merges_make_no_control_tokens(tmp_path: Path) -> None:
     """Where a vocabulary has their names, and all that these are made of."""
     write_text_side(tmp_path, "gemma")
@@ -574,7 +589,7 @@ def test_templates_mean_what_they_do_to_transformers(
         messages, chat_template=program, tokenize=False
     )
     found = render_template(
-        compile_template(parse_template(program), {}), {"messages": messages}
+        compile_template(parse_template(program), {}), {"messages": messages}, {}
     )
     assert found == expected != ""
 
@@ -589,6 +604,9 @@ LOOKING = (
     "{{ messages|selectattr('content', 'equalto', '<b>')|list|length }}",
     "{{ m.content == '<b>' }}{{ '<b>' != m.content }}{{ m.content in ['<b>', 'c'] }}",
     "{{ 'x' if m.content is eq('<b>') else m.content|tojson(ensure_ascii=true) }}",
+    "{% set t = '<b>' %}{{ t in m.content }}{{ m.content == t }}{{ t.find('>') }}",
+    "{% set n = namespace(s='<think>') %}{{ m.content.startswith(n.s) }}{{ n.s == 1 }}",
+    "{{ m }}{{ m|string }}{{ 'a' ~ m ~ [m.content] }}{{ [m]|string|length }}",
     "{% generation %}{% set x = m.content ~ '<b>' %}{{ x }}{% endgeneration %}{{ x }}",
 )
 
@@ -605,7 +623,9 @@ def test_templates_find_tags_in_messages(opened: Opened, program: str) -> None:
     )
     hidden = {ord("<"): 0xD800, ord(">"): 0xD801}
     told = hide_text({"messages": messages}, hidden)
-    found = render_template(compile_template(parse_template(program), hidden), told)
+    found = render_template(
+        compile_template(parse_template(program), hidden), told, hidden
+    )
     assert found.translate({to: char for char, to in hidden.items()}) == expected
     assert "<think>" not in found and "</think>" not in found
 

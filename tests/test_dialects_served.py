@@ -141,9 +141,10 @@ def test_chat_completions(served: Served, llm: LLM) -> None:
     assert texts == {"reasoning": REASONING, "content": CONTENT, **arguments}
 
 
-def test_an_answer_that_is_begun(served: Served) -> None:
+@pytest.mark.parametrize("text", ["The sum is", "The sum is: \n"])
+def test_an_answer_that_is_begun(served: Served, text: str) -> None:
     """The model goes on with it, and the white space between is its own."""
-    begun = {"role": "assistant", "content": "The sum is"}
+    begun = {"role": "assistant", "content": text}
     asked: dict[str, Any] = {"messages": [USER, begun], "max_tokens": 9}
     chat = asked | {"continue_final_message": True, "return_token_ids": True}
     with saying(served.service.llm, "\n\n 132<|im_end|>"):
@@ -152,7 +153,7 @@ def test_an_answer_that_is_begun(served: Served) -> None:
     assert found["choices"][0]["message"]["content"] == "\n\n 132"
     assert [block["text"] for block in blocks] == ["\n\n 132"]
     prompt = served.service.llm.tokenizer.decode(found["prompt_token_ids"])
-    assert prompt.endswith("The sum is")
+    assert prompt.rstrip().endswith(text.rstrip())
 
 
 def test_responses_and_messages(served: Served, llm: LLM) -> None:

@@ -217,6 +217,16 @@ def test_the_text_part_of_a_model_that_sees(
     assert read_config(tmp_path / "config.json").eos_token_ids == (1, 7)
 
 
+def test_the_whole_models_config_ties_its_head(theirs, tmp_path: Path) -> None:
+    """As transformers has it, whatever the text part says."""
+    write(tmp_path, theirs("Mistral").model)
+    change(tmp_path, seeing_mistral)
+    change(tmp_path, lambda data: {**data, "tie_word_embeddings": True})
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    assert text["tie_word_embeddings"] is False
+    assert read_config(tmp_path / "config.json").tie_word_embeddings
+
+
 def test_gpt2_as_the_hub_has_it(theirs, tmp_path: Path) -> None:
     """Without a prefix, and with the masks of its attention."""
     oracle = theirs("GPT2")

@@ -402,6 +402,25 @@ def library_of_gpt2() -> Tokenizer:
     return families_text.byte_level(None, "<|im_end|>")
 
 
+def test_the_best_pieces_are_merged_first() -> None:
+    """By their scores, which need not fall with the ids: pieces may be added later."""
+    pieces = ["<unk>", "\u2581", "a", "b", "c", "ab", "bc"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [2, *[1] * 6],
+    }
+    for scores, expected in (
+        ({}, ["\u2581", "ab", "c"]),
+        (
+            {"tokenizer.ggml.scores": [0.0, -1, -2, -3, -4, -5, 0]},
+            ["\u2581", "a", "bc"],
+        ),
+    ):
+        data = tokenizer_data({**metadata, **scores})
+        assert Tokenizer.from_str(json.dumps(data)).encode("abc").tokens == expected
+
+
 def sentencepiece_ids(text: str, ids: dict[str, int]) -> list[int]:
     """SentencePiece's algorithm, as its paper has it: merge the best pair, again."""
     pieces = list(text)

@@ -111,6 +111,7 @@ SCHEMA = {
     "more",
     [
         {},
+        {"min_tokens": 1, "bad_words": ["zebra crossing"]},
         pytest.param({"logprobs": 1}, marks=pytest.mark.exhaustive),
         pytest.param({"repetition_penalty": 1.1}, marks=pytest.mark.exhaustive),
     ],

@@ -727,11 +727,12 @@ def test_bodies_are_refused_on_purpose(
             assert len(made.specs[0].tokens) > 10
 
 
+@pytest.mark.parametrize("content", ["The sum is", "```python\n"])
 def test_an_answer_that_is_begun(
-    served: Served, prompts: list[list[int]], client: anthropic.Anthropic
+    served: Served, prompts: list[list[int]], client: anthropic.Anthropic, content: str
 ) -> None:
     """The model goes on with it; what comes back is the rest."""
-    begun = {"role": "assistant", "content": "The sum is"}
+    begun = {"role": "assistant", "content": content}
     asked: dict[str, Any] = {"model": NAME, "messages": [*HELLO, begun]}
     with said(served, " 132<|return|>"):
         found = client.messages.create(**asked, max_tokens=9)
@@ -742,7 +743,7 @@ def test_an_answer_that_is_begun(
         assert block.type == "text" and block.text == " 132"
         assert message.stop_reason == "end_turn"
     text = TOKENIZER.decode(prompts[0])
-    assert text.endswith("<|channel|>final<|message|>The sum is")
+    assert text.endswith(f"<|channel|>final<|message|>{content}")
     # A format begins anew.
     body = HELLO_BODY | {"messages": [*HELLO, begun], "max_tokens": 1}
     schema = {"type": "object", "properties": {}}

@@ -239,10 +239,12 @@ class InputProcessor:
         """
         if spec.grammar is not None:
             return spec
-        tokenizer, text = self.need_tokenizer(), text.strip()
+        tokenizer = self.need_tokenizer()
         tokens = self.dialect.reopen_answer(tokenizer, spec.tokens)
-        end = tokenizer.decode(tokens[-len(text.encode()) - 1 :])
-        return replace(spec, tokens=tokens, begun=True) if end.endswith(text) else spec
+        # A template may strip the text, or leave white space at its end.
+        end = tokenizer.decode(tokens[-len(text.encode()) - 1 :]).rstrip()
+        shown = end.endswith(text.strip())
+        return replace(spec, tokens=tokens, begun=True) if shown else spec
 
     def check_length(self, tokens: int, needed: int, expected: str = "fewer") -> None:
         """Raise ContextLengthError unless a prompt leaves as many as are ``needed``."""

@@ -24,6 +24,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from simplellm.base.request import QueueFullError
+from simplellm.server.http.bodies import mend_surrogates
 
 IN_FLIGHT = 256  # requests that the engine has at a time
 RETRY_SECONDS = 0.2  # between two looks at a queue that was full
@@ -56,7 +57,7 @@ def read_line(number: int, raw: bytes) -> Line:
     name, spelled, error = f"line-{number}", raw.strip(), None
     request: Any = {}
     try:
-        request = json.loads(raw)
+        request = json.loads(mend_surrogates(raw))
         if not isinstance(request, dict):
             error = f"the line is a {type(request).__name__}; expected an object"
         elif type(custom_id := request.pop("custom_id", name)) not in (str, int):

@@ -257,8 +257,9 @@ def batch(
     A request that was rejected is tried again once it is changed. One that has been
     answered must stay as it is: a new question needs a new custom_id.
     """
-    from simplellm.apps import batch_file
-
+    with needs_extra():
+        from simplellm.apps import batch_file
+        from simplellm.apps.offline import answer_line
     screen = Screen()
     defaults = options.sampling(ctx)
     check_files(source, target)
@@ -266,8 +267,6 @@ def batch(
     failures: list[Exception] = []
     with batch_file.open_results(target, requests) as (file, done):
         if len(done) < len(requests):
-            with needs_extra():
-                from simplellm.apps.offline import answer_line
             with load_llm(ctx, screen) as llm:
                 answer = partial(answer_line, llm, defaults)
                 try:

@@ -268,13 +268,18 @@ PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
 def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The safetensors files of a checkpoint and its index, {} when it has none."""
+    """The safetensors files of a checkpoint and its index, {} when it has none.
+
+    As transformers has it, one file counts before an index, which may be of files that
+    were there before.
+    """
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single], {}
     if (folder / INDEX).is_file():
         with reraise_as(CheckpointError, folder / INDEX):
             return indexed_shards(folder)
-    single = folder / "model.safetensors"
-    shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if shards:
+    if shards := sorted(folder.glob("*.safetensors")):
         return shards, {}
     raise CheckpointError(f"{folder}: {why_no_shards(folder)}")
 

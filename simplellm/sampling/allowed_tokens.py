@@ -6,7 +6,7 @@ that they depend on is known without the device.
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from operator import neg, sub
 from typing import Any
 
@@ -81,7 +81,6 @@ class AllowedTokens:
         # Tokens that close its text, once they have to come; how often it was asked.
         self.closing: list[int] = []
         self.asked = 0
-        self.closes = grammar is not None and not params.restricts
 
     def completed(self, request: SamplePosition) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
@@ -116,8 +115,7 @@ class AllowedTokens:
         self.grammar_state.advance(new)
         self.pending_forced = self.pending_forced[len(new) :]
         self.closing = self.closing[len(new) :]
-        if self.closes:
-            self.close_in_time(request)
+        self.close_in_time(request)
         if self.forces and not self.pending_forced:
             self.pending_forced = self.grammar_state.forced()
         count = request.max_tokens - request.num_output if several else 1
@@ -140,10 +138,25 @@ class AllowedTokens:
         tokens = self.grammar_state.closing(left + 1)  # no end token has to follow
         while tokens and tokens[-1] in request.stop_ids:
             tokens.pop()
-        if tokens and 0 <= left - len(tokens) <= max(gaps) + 1:
+        fits = tokens and 0 <= left - len(tokens) <= max(gaps) + 1
+        if fits and self._may_follow(request, tokens):
             self.closing = tokens
             self.pending_forced = tokens if self.forces else []
             request.max_tokens = request.num_output + len(tokens)
+
+    def _may_follow(self, request: Request, tokens: Sequence[int]) -> bool:
+        """Whether all that a request rules out but its grammar allows ``tokens``."""
+        count, params = request.num_output, request.params
+        if count + len(tokens) < params.min_tokens:
+            return False
+        if any(not self.always[t // 32] >> np.uint32(t % 32) & 1 for t in tokens):
+            return False
+        text = [*request.tokens[request.num_prompt :], *tokens]
+        return not any(
+            text[end] == last and text[max(0, end - len(begun)) : end] == begun
+            for end in range(max(1, count), len(text))
+            for begun, last in self.bad_words.get(text[end - 1], ())
+        )
 
     def mask_state(self, request: SamplePosition) -> tuple[bool, Collection[int]]:
         """What `bits` depend on."""

@@ -135,6 +135,9 @@ class Family:
         text = outer.get("text_config") or {}
         expect(isinstance(text, dict), "text_config", text, "an object")
         given = {**outer, **text}
+        tied = "tie_word_embeddings"
+        if outer.get(tied) is not None:  # the head is the whole model's
+            given[tied] = outer[tied]
         fixed = {**EVERYWHERE, **self.fixed}
         for key in self.extra_keys:
             fixed.pop(key, None)

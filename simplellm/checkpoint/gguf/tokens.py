@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from simplellm.base.config import expect, expect_type, one_of
 from simplellm.checkpoint.gguf.container import Container
 
+NO_TOKEN = 2**32 - 1  # what llama.cpp takes for none
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 # What llama.cpp calls kinds of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -181,7 +182,13 @@ def sentencepiece(
     words = {"type": "Metaspace", "replacement": SPACE, "split": False}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    merged = [text for text, _ in vocabulary.of(NORMAL, USER_DEFINED)]
+    count = len(vocabulary.tokens)
+    scores: Any = metadata.get("tokenizer.ggml.scores", [0.0] * count)
+    ok = isinstance(scores, list) and len(scores) == count
+    expect(ok, "tokenizer.ggml.scores", scores, f"a list of {count}, one for a token")
+    # The best first; of equal ones, as where there are no scores, by their ids.
+    some = sorted(vocabulary.of(NORMAL, USER_DEFINED), key=lambda one: -scores[one[1]])
+    merged = [text for text, _ in some]
     return {
         "normalizer": None if prefix else spaces,
         "pre_tokenizer": {**words, "prepend_scheme": "first"} if prefix else None,
@@ -242,8 +249,8 @@ def generation_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
         for key, ours in SAMPLING.items()
         if f"general.sampling.{key}" in metadata
     }
-    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    ends = [metadata[key] for key in keys if key in metadata]
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ends = [metadata[key] for key in keys if metadata.get(key, NO_TOKEN) != NO_TOKEN]
     vocabulary = vocabulary_of(metadata)
     # Of gpt-oss the format of its chats says what ends a turn.
     if vocabulary and metadata.get("general.architecture") != "gpt-oss":

@@ -632,18 +632,19 @@ SURROGATES = re.compile(
 )
 
 
+def mend_surrogates(raw: bytes) -> bytes:
+    """JSON with U+FFFD in place of each half of a character that stands alone."""
+    return SURROGATES.sub(lambda found: b"\\ufffd" if found["alone"] else found[0], raw)
+
+
 def parse_json(raw: bytes) -> Any:
     """The JSON of a body, parsed. Raises APIError."""
     try:
         return orjson.loads(raw)
     except ValueError as error:
         wrong = error
-    mended = SURROGATES.sub(
-        lambda found: b"\\ufffd" if found["alone"] else found[0],
-        raw.removeprefix(b"\xef\xbb\xbf"),
-    )
     try:
-        return orjson.loads(mended)
+        return orjson.loads(mend_surrogates(raw.removeprefix(b"\xef\xbb\xbf")))
     except ValueError:
         message = f"the body is not JSON in UTF-8: {wrong}"
         raise APIError(400, message, code="invalid_json") from None

@@ -59,6 +59,8 @@ class RequestTimer:
         now = time.monotonic()
         if (before := self.latest.get(index)) is not None:
             self.times["inter_token_latency_seconds"].observe(now - before)
+        else:  # now: its client may leave before the end
+            self.times["time_to_first_token_seconds"].observe(now - self.start)
         self.latest[index] = now
 
     def done(self, outputs: Sequence[RequestOutput | ChatChoice], usage: Usage) -> None:
@@ -77,8 +79,8 @@ class RequestTimer:
         first, last = times.first_token_time, times.finished_time
         if begun is None or first is None or last is None:
             return
-        spans = {
-            "time_to_first_token_seconds": first - came,
+        spans = {} if self.latest else {"time_to_first_token_seconds": first - came}
+        spans |= {
             "request_queue_time_seconds": begun - came,
             "request_prefill_time_seconds": first - begun,
             "request_decode_time_seconds": last - first,
@@ -143,7 +145,7 @@ class ServerMetrics:
             "prefix_cache_queries": ("Tokens looked up in cache.", stats.prompt_tokens),
             "prefix_cache_hits": ("Tokens found in the cache.", stats.cached_tokens),
             "external_prefix_cache_hits": (
-                "Tokens that came back from the host's memory.",
+                "Tokens that came back from the host's memory, to preempted ones too.",
                 stats.loaded_tokens,
             ),
             "spec_decode_num_drafts": ("Times that drafts were checked.", stats.drafts),

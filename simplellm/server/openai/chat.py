@@ -117,7 +117,9 @@ class Chat(Choices):
         if body.continue_final_message:
             text = str(body.messages[-1].as_openai()["content"])
             closed, spec = spec, input_processor.reopened(spec, text)
-            expected = "false beside a format or a required call"
+            expected = "false: the chat template shows this answer in other words"
+            if closed.grammar is not None:
+                expected = "false beside a format or a required call"
             expect(spec is not closed, "continue_final_message", True, expected)
         super().__init__(call, [spec], "chatcmpl", chat=True)
         self.tokenizer = input_processor.need_tokenizer()

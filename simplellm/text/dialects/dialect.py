@@ -155,8 +155,10 @@ def open_family(
         special_tokens,
     )
 
-    with reraise_as(ConfigError, files.path_of("tokenizer_config.json")):
-        settings = files.json("tokenizer_config.json") or {}
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        with reraise_as(ConfigError, files.path_of(name)):
+            settings |= files.json(name) or {}
     source = TemplateSource.read(files, settings)
     naming = [*special_names(settings), *(source.texts() if source else ())]
     tokenizer, encoder = read_tokenizer(path, data, rows, naming)

@@ -9,7 +9,7 @@ looks for in a text is hidden alike, and so found there.
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from types import CodeType
 from typing import Any, NoReturn
@@ -22,11 +22,12 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MOST_SECONDS = 10.0
-# The filters and methods of texts whose arguments, or of "replace" the first one, are
-# looked for in a text.
-LOOKING = frozenset(
-    "count endswith find index partition reject rejectattr removeprefix removesuffix "
-    "replace rfind rindex rpartition rsplit select selectattr split startswith".split()
+# The methods of texts, and filters, whose arguments, or of "replace" the first one, are
+# looked for in a text. Of the first ones it doesn't matter who has written the text.
+SEARCHES = frozenset("count endswith find index rfind rindex startswith".split())
+LOOKING = SEARCHES | frozenset(
+    "partition reject rejectattr removeprefix removesuffix replace rpartition rsplit "
+    "select selectattr split".split()
 )
 
 
@@ -42,35 +43,37 @@ class GenerationTag(Extension):
 
 
 class TemplateAdapter(NodeTransformer):
-    """Has a template look at the clock, and for texts as ``hidden`` has them."""
-
-    def __init__(self, hidden: Mapping[int, int]) -> None:
-        self.hidden = hidden
+    """Has a template look at the clock, and compare texts as messages have them."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
         match node:
             case nodes.For():
-                clock = [node.iter, "in_time", [], [], None, None]
-                node.iter = nodes.Filter(*clock, lineno=node.lineno)
+                node.iter = filtered(node.iter, "in_time")
             case nodes.Compare():
-                self.translate_constants(
-                    [node.expr, *(operand.expr for operand in node.ops)]
-                )
-            case nodes.Test():
-                self.translate_constants(node.args)
+                node.expr = filtered(node.expr, "hide")
+                for operand in node.ops:
+                    operand.expr = filtered(operand.expr, "hide")
+            case nodes.Test() if node.args:
+                node.node = filtered(node.node, "hide")
+                node.args = [filtered(one, "hide") for one in node.args]
+            case nodes.Concat():
+                node.nodes = [filtered(one, "string") for one in node.nodes]
             case nodes.Filter(name=name) | nodes.Call(node=nodes.Getattr(attr=name)):
-                looked = node.args[:1] if name == "replace" else node.args
-                self.translate_constants(looked if name in LOOKING else [])
+                if name in LOOKING:
+                    count = 1 if name == "replace" else len(node.args)
+                    looked = [filtered(one, "hide") for one in node.args[:count]]
+                    node.args = [*looked, *node.args[count:]]
+        match node:
+            case nodes.Call(node=nodes.Getattr(attr=name) as method):
+                if name in SEARCHES:
+                    method.node = filtered(method.node, "hide")
         return node
 
-    def translate_constants(self, every: Sequence[nodes.Node]) -> None:
-        """Spell the texts in some expressions as ``hidden`` has them."""
-        for one in every:
-            inner = [one] if isinstance(one, nodes.Const) else one.find_all(nodes.Const)
-            for constant in inner:
-                if isinstance(constant.value, str):
-                    constant.value = constant.value.translate(self.hidden)
+
+def filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    """An expression put through the filter of this name."""
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 class Attributes(Namespace):
@@ -118,15 +121,19 @@ def tojson(
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """What one template runs in, once."""
+    """What one template runs in, once, with messages in which text is ``hidden``."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Mapping[int, int]) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[GenerationTag, loopcontrols],
+            finalize=self.written,
         )
+        self.hidden, self.characters = hidden, [*map(chr, hidden)]
+        self.shown = {stand_in: char for char, stand_in in hidden.items()}
         self.filters |= {"tojson": tojson, "in_time": self.in_time}
+        self.filters |= {"hide": self.hide, "string": lambda x: str(self.written(x))}
         self.globals |= {
             "raise_exception": raise_exception,
             "strftime_now": strftime_now,
@@ -134,6 +141,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "namespace": Attributes,
         }
         self.until = time.monotonic() + MOST_SECONDS
+
+    def hide(self, value: Any) -> Any:
+        """``value`` with its text as messages have it; it may have come of one."""
+        if isinstance(value, str):  # most have nothing to hide, and may be long
+            open = any(character in value for character in self.characters)
+            return value.translate(self.hidden) if open else value
+        if isinstance(value, list | tuple):
+            some = map(self.hide, value)
+            return [*some] if isinstance(value, list) else tuple(some)
+        return value
+
+    def written(self, value: Any) -> Any:
+        """``value`` as it is written: a list or an object as Python has it."""
+        if not isinstance(value, dict | list | tuple):
+            return value
+        shown = map_text(value, lambda text: text.translate(self.shown))
+        return str(shown).translate(self.hidden)
 
     def in_time(self, value: Any = None) -> Any:
         """``value``, if there is time left."""
@@ -148,18 +172,36 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, what, *args, **kwargs)
 
 
+def map_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Plain data with all its text changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        pairs = value.items()
+        return {map_text(k, change): map_text(v, change) for k, v in pairs}
+    if isinstance(value, list | tuple):
+        return type(value)(map_text(part, change) for part in value)
+    return value
+
+
 def parse_template(source: str) -> nodes.Template:
     """The tree of a template. Raises TemplateSyntaxError."""
-    return Sandbox().parse(source)
+    return Sandbox({}).parse(source)
 
 
 def compile_template(tree: nodes.Template, hidden: Mapping[int, int]) -> CodeType:
     """Compile a template, which finds characters that are ``hidden`` in messages."""
-    return Sandbox().compile(TemplateAdapter(hidden).visit(tree))
+    return Sandbox(hidden).compile(TemplateAdapter().visit(tree))
 
 
-def render_template(code: CodeType, variables: dict[str, Any]) -> str:
-    """The text that a template writes. Raises whatever its program raises."""
-    sandbox = Sandbox()
+def render_template(
+    code: CodeType, variables: dict[str, Any], hidden: Mapping[int, int]
+) -> str:
+    """The text that a template writes. Raises whatever its program raises.
+
+    In the text of ``variables`` some characters are ``hidden``, as when the template
+    was compiled.
+    """
+    sandbox = Sandbox(hidden)
     template = sandbox.template_class.from_code(sandbox, code, sandbox.globals)
     return template.render(variables)

@@ -27,6 +27,7 @@ from simplellm.base.files import SmallFiles
 from simplellm.text.dialects.encoder import Encoder, reraise_any_as
 from simplellm.text.dialects.sandbox import (
     compile_template,
+    map_text,
     parse_template,
     render_template,
 )
@@ -156,22 +157,20 @@ class ChatTemplate:
             "add_generation_prompt": True,
         }
         with reraise_any_as(partial(ParameterError, param="messages"), self.path):
-            text = render_template(self.templates[name], variables)
+            template, hidden = self.templates[name], self.encoder.hidden
+            text = render_template(template, variables, hidden)
         return self.encoder.mixed(text)
 
 
 def hide_text(value: Any, hidden: Mapping[int, int]) -> Any:
     """Plain data with all its text put through ``hidden``. Raises TokenizerError."""
-    if isinstance(value, str):
+
+    def hide(text: str) -> str:
         with reraise_as(TokenizerError, "a message"):
-            value.encode()  # nothing stands in for a character already
-        return value.translate(hidden)
-    if isinstance(value, Mapping):
-        pairs = value.items()
-        return {hide_text(k, hidden): hide_text(v, hidden) for k, v in pairs}
-    if isinstance(value, list | tuple):
-        return [hide_text(part, hidden) for part in value]
-    return value
+            text.encode()  # nothing stands in for a character already
+        return text.translate(hidden)
+
+    return map_text(value, hide)
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
