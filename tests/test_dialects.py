@@ -249,6 +249,20 @@ def test_special_tokens_may_have_a_file_of_their_own(tmp_path: Path) -> None:
     assert expected[0] == tokenizer.special[named["bos_token"]]
 
 
+def test_an_effort_is_the_templates_own_unless_it_is_asked_for(tmp_path: Path) -> None:
+    """Some templates refuse what they don't know, as Mistral's of 2026."""
+    write_text_side(tmp_path, "qwen", "{{ reasoning_effort|d('none') }}")
+    tokenizer, dialect = open_folder(tmp_path)
+    for options, expected in (
+        ({}, "none"),
+        ({"reasoning_effort": "high"}, "high"),
+        ({"variables": {"reasoning_effort": "max"}}, "max"),
+        ({"reasoning_effort": "low", "variables": {"reasoning_effort": "no"}}, "no"),
+    ):
+        ids = dialect.render([Message("user", "a")], tokenizer, **options)
+        assert tokenizer.decode(ids) == expected
+
+
 def test_merges_make_no_control_tokens(tmp_path: Path) -> None:
     """Where a vocabulary has their names, and all that these are made of."""
     write_text_side(tmp_path, "gemma")

@@ -642,7 +642,7 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
         "Gemma3", given(rope_parameters=None, rope_local_base_freq=0),
         "rope_local_base_freq is 0; expected more than 1",
     ),
-    "a token below 0": ("Qwen3", given(eos_token_id=-1), "eos_token_id is -1"),
+    "a token below 0": ("Qwen3", given(eos_token_id=-2), "eos_token_id is -2"),
     "a token too many": (
         "Qwen3", given(eos_token_id=[7, 101]),
         "eos_token_id is [7, 101]; expected a token id or a list of them, each 0 to 1",

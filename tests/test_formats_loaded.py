@@ -5,6 +5,7 @@ numbers, and whose linear layers round their inputs where the format says so. Ro
 is written down here once more, in float64.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from simplellm.apps.cli import main
 from simplellm.apps.info import describe
 from simplellm.base.config import ConfigError
 from simplellm.checkpoint.checkpoint import Checkpoint, CheckpointError
+from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.formats import SQUARES
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.scaled import Scaled
@@ -586,6 +588,17 @@ def test_one_scale_for_a_weight(name: str, way: str, tmp_path: Path) -> None:
         assert llm.generate(ids, max_tokens=3, ignore_eos=True).result()
     lines = [*describe(str(tmp_path))]
     assert "format       FP8" in lines
+
+
+def test_nvidias_format_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    model = CASES["Qwen3"]().build()
+    with_one_scale(tmp_path, "NVIDIA's", model)
+    expected = read_config(tmp_path / "config.json")
+    change(tmp_path, lambda data: {k: v for k, v in data.items() if k[:5] != "quant"})
+    said = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    beside = {"producer": {"name": "modelopt"}, "quantization": said}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert read_config(tmp_path / "config.json") == expected
 
 
 @torch.inference_mode()

@@ -137,8 +137,8 @@ def begin(chapters: Iterable[Path]) -> str:
         "Begin with `make lab`: it opens your workbook at its first page, and there "
         f"you write. A weekend, about {hours(weekend, FIRST)} hours, is enough for the "
         "model; "
-        f"a week, {hours(week)} hours, for an engine that serves many; all of it "
-        f"takes about {hours(numbered)}."
+        f"a week, {hours(week)} hours, for an engine that serves many; all twelve "
+        f"chapters take about {hours(numbered)}."
     )
     return fill(text, 88, **WRAPPING)
 
@@ -161,7 +161,7 @@ def paths(chapters: Iterable[Path]) -> str:
         f"**A week, about {hours(week)} hours:** then [the second page]"
         f"(small-engine.md), half an hour, and {links(ENGINE)}. Now many requests "
         "share the model, as in any engine that serves.",
-        f"**All of it, about {hours(numbered)} hours**, and "
+        f"**All twelve chapters, about {hours(numbered)} hours**, and "
         f"{round(every.exercises / 60)} more for {every.tasks} exercises: chapters 1 "
         "to 3 when you want to know where tokens and weights come from, 10 to 12 when "
         "you want to know the GPU. If you don't write kernels, leave out 11 and 12.",

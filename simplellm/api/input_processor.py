@@ -188,7 +188,7 @@ class InputProcessor:
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
         response_format: Format | Mapping[str, Any] | None = None,
-        reasoning_effort: str = "medium",
+        reasoning_effort: str | None = None,
         current_date: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         sampling_params: SamplingParams | None = None,

@@ -174,9 +174,9 @@ class LLM:
         ``messages`` are dicts as in OpenAI's chat completions, or harmony messages; of
         a list of conversations, the result is a list. ``options`` are ``tools``,
         ``tool_choice``, ``parallel_tool_calls`` and ``response_format`` (all as in
-        OpenAI's), ``reasoning_effort`` ("medium"), ``current_date`` (a line of the
-        system message), ``chat_template_kwargs`` (what a template looks at, if the
-        model has one: `{"enable_thinking": False}`), ``sampling_params`` and keywords.
+        OpenAI's), ``reasoning_effort`` ("medium" for gpt-oss), ``current_date`` (a line
+        of the system message), ``chat_template_kwargs`` (what a template looks at, if
+        the model has one: `{"enable_thinking": False}`), ``sampling_params``, keywords.
         Stop strings count in the final answer only, each message of it by itself;
         ``structured_outputs`` are for that too. The default max_tokens is 1024.
         """

@@ -248,12 +248,13 @@ def nesting(value: Any) -> int:
 
 
 def end_token_ids(data: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """The ids that ``eos_token_id`` names: one, a list of them, or none.
+    """The ids that ``eos_token_id`` names: one, a list of them, or none, also as -1.
 
     Raises ValueError for anything else.
     """
     ids = data.get("eos_token_id")
-    token_ids = () if ids is None else ids if isinstance(ids, list) else (ids,)
+    none = ids is None or ids == -1
+    token_ids = () if none else ids if isinstance(ids, list) else (ids,)
     ok = all(type(i) is int and 0 <= i < vocab_size for i in token_ids)
     expected = f"a token id or a list of them, each 0 to {vocab_size - 1}"
     expect(ok, "eos_token_id", ids, expected)

@@ -14,11 +14,13 @@ it. CASES of tests/families.py has what it is compared with.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from simplellm.base.config import (
     ConfigError,
     ModelConfig,
     expect,
+    expect_type,
     one_of,
     read_json,
     reraise_as,
@@ -35,7 +37,12 @@ from simplellm.checkpoint.families.qwen2 import QWEN2
 from simplellm.checkpoint.families.qwen3 import QWEN3
 from simplellm.checkpoint.families.qwen3_moe import QWEN3_MOE
 from simplellm.checkpoint.families.smollm3 import SMOLLM3
-from simplellm.checkpoint.formats import format_names, formats, read_quantization
+from simplellm.checkpoint.formats import (
+    FIELD,
+    format_names,
+    formats,
+    read_quantization,
+)
 
 ALL = (
     *(GPT_OSS, QWEN3, QWEN3_MOE, LLAMA, QWEN2, MISTRAL, MIXTRAL, GEMMA3, GPT2),
@@ -79,6 +86,14 @@ def family_config(data: Data) -> ModelConfig:
 
 
 def read_config(file: str | Path) -> ModelConfig:
-    """`family_config` of a file, which errors name."""
+    """`family_config` of a file, which errors name.
+
+    NVIDIA once wrote how weights are stored into a file beside it.
+    """
     with reraise_as(ConfigError, file):
-        return family_config(read_json(file))
+        data, beside = read_json(file), Path(file).with_name("hf_quant_config.json")
+        if not data.get(FIELD) and beside.is_file():
+            said: Any = read_json(beside).get("quantization")
+            expect_type(f"quantization of {beside.name}", said, dict, "an object")
+            data = {**data, FIELD: {"quant_method": "modelopt", **said}}
+        return family_config(data)

@@ -26,7 +26,7 @@ Data = dict[str, Any]  # a parsed config.json
 # By its field of config.json, the values that a thing may have in every model here,
 # unless a family says otherwise.
 EVERYWHERE: dict[str, tuple[object, ...]] = {
-    "hidden_act": (None, "silu"),
+    "hidden_act": (None, "silu", "swish"),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "attn_logit_softcapping": (None,),

@@ -114,7 +114,7 @@ class OutputConfig(Body):
 
     prefix = "output_config."
 
-    effort: Effort = "medium"
+    effort: Effort | None = None
     format: Annotated[dict[str, Any], WithJsonSchema(OUTPUT_FORMAT)] | None = None
 
 
@@ -226,9 +226,10 @@ class CountBody(Body):
         return as_format(named, "output_config.format")
 
     @property
-    def effort(self) -> str:
+    def effort(self) -> str | None:
+        """None: the model's own."""
         if self.output_config is None and self.thinking is not None:
-            return "low" if self.thinking.type == "disabled" else "medium"
+            return "low" if self.thinking.type == "disabled" else None
         return (self.output_config or OutputConfig()).effort
 
     def client_tools(self) -> ClientTools:

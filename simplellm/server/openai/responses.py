@@ -132,7 +132,7 @@ class Response(Generation):
             "tool_choice": choice if isinstance(choice, str) else flatten_tool(choice),
             "parallel_tool_calls": body.parallel_tool_calls,
             "max_tool_calls": body.max_tool_calls,
-            "reasoning": {"effort": body.effort, "summary": None},
+            "reasoning": {"effort": body.effort or "medium", "summary": None},
             "text": {"format": body.format_object, "verbosity": "medium"},
             "max_output_tokens": body.max_output_tokens,
             "temperature": params.temperature,

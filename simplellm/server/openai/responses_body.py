@@ -63,7 +63,7 @@ class Reasoning(Body):
 
     prefix = "reasoning."
 
-    effort: Effort = "medium"
+    effort: Effort | None = None
 
 
 class Text(Body):
@@ -197,7 +197,7 @@ class ResponsesBody(LabeledBody):
         return LOGPROBS in (self.include or ())
 
     @property
-    def effort(self) -> str:
+    def effort(self) -> str | None:
         return (self.reasoning or Reasoning()).effort
 
 

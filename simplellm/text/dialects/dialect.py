@@ -53,13 +53,15 @@ def render_harmony(
     messages: Sequence[Message],
     tokenizer: Tokenizer,
     *,
+    reasoning_effort: str | None = None,
     variables: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[int]:
     """`render`, which has no ``variables``. Raises ValueError if there are some."""
     expected = "none: harmony is no template"
     expect(not variables, "chat_template_kwargs", variables, expected)
-    return render(messages, tokenizer, **options)
+    effort = "medium" if reasoning_effort is None else reasoning_effort
+    return render(messages, tokenizer, reasoning_effort=effort, **options)
 
 
 def harmony_parser(

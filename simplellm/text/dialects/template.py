@@ -125,7 +125,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tokenizer: Tokenizer,
         *,
-        reasoning_effort: str = "medium",
+        reasoning_effort: str | None = None,
         tools: Sequence[Tool] = (),
         current_date: str | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -133,16 +133,18 @@ class ChatTemplate:
         """The token ids of a conversation, for the model to continue.
 
         ``variables`` are what else a template looks at, as Qwen's does at
-        enable_thinking; what is here has precedence. Raises ValueError for what the
-        template cannot write, or refuses.
+        enable_thinking; of what is here, an effort alone leaves them precedence. Raises
+        ValueError for what the template cannot write, or refuses.
         """
-        one_of("reasoning_effort", reasoning_effort, EFFORTS)
+        one_of("reasoning_effort", reasoning_effort, (None, *EFFORTS))
+        effort = {"reasoning_effort": reasoning_effort} if reasoning_effort else {}
         name = TOOL_USE if tools and TOOL_USE in self.templates else "default"
         one_of("a chat template", name, [*self.templates])
         expected = "none: this model's chat template has no place for tools"
         named = [tool.name for tool in tools]
         expect(name in self.tools or not tools, "tools", named, expected)
         given: dict[str, Any] = {
+            **effort,
             **(variables or {}),
             "messages": conversation(messages),
             "tools": [function_of(tool) for tool in tools] or None,
@@ -153,7 +155,6 @@ class ChatTemplate:
             **self.tokens,
             **hide_text(given, self.encoder.hidden),
             "documents": None,
-            "reasoning_effort": reasoning_effort,
             "add_generation_prompt": True,
         }
         with reraise_any_as(partial(ParameterError, param="messages"), self.path):
