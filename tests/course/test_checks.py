@@ -20,6 +20,8 @@ import torch
 from course import checks
 from wrong import ANSWERS, Answer
 
+from simplellm.model import kv_gather
+
 ROOT = Path(__file__).parents[2]
 CHECKS = sorted((ROOT / "chapters/course/checks").glob("*.py"))
 PACKAGE = "simplellm"
@@ -160,3 +162,16 @@ def test_wrong_answers_are_enough() -> None:
     assert set(counts) <= {thing.name for thing in ASKED}
     for thing in ASKED:
         assert counts[thing.name] >= 1 + thing.blank, thing.name
+
+
+def test_a_mask_that_hides_nothing_is_accepted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def plan_gathers(*arguments: Any, **options: Any) -> list[kv_gather.GatherPlan]:
+        return [
+            plan if plan.masked is not None else plan._replace(masked=plan.slots < 0)
+            for plan in kv_gather.plan_gathers(*arguments, **options)
+        ]
+
+    course.check("plan_gathers", plan_gathers)
+    assert capsys.readouterr().out.startswith("plan_gathers: right\n")

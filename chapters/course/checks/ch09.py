@@ -128,6 +128,22 @@ def check_Scheduler__make_room(candidate):
         f"there is room, three times here and not {sum(state(four))}"
     )
 
+    scheduler = make(kind, 8, prefill_chunk=8)
+    two = numbered((20, 9), (8, 9))
+    scheduler.add(two)
+    for budget in (4, 8):  # a chunk of the first one's prompt, all of the second one's
+        begun: list[ScheduledChunk] = []
+        scheduler._admit(begun, budget)
+        scheduler.update_after_launch(begun)
+    scheduler.manager.add(99, [0])
+    scheduler.manager.allocate(99, 16)  # four pages, so one is left
+    made = scheduler._make_room(two[0], 4, set())
+    assert made is True and state(two) == [0, 0], (
+        "4 of request 0's 20 tokens are computed, and its next chunk of 4 needs the "
+        "one page that is free: expected True and nobody preempted. Count from "
+        "num_computed_tokens: of a prompt in chunks that isn't all tokens but one"
+    )
+
 
 def check_Scheduler_schedule(candidate):
     """Pencil and paper's steps, then rules that every step keeps."""

@@ -406,6 +406,16 @@ def check_Turn_push(candidate):
     assert said["content"] == "Let me see.132", (
         f"the content's deltas add up to 'Let me see.132', not {said['content']!r}"
     )
+    late = kind()
+    first, more = (
+        late.push(part(text, "commentary", ADD, 2)) for text in ('{"a"', ": 7}")
+    )
+    begins = ["id" in delta["tool_calls"][0] for delta in (first, more)]
+    assert begins == [True, False], (
+        "the first part that comes is one of call 2, which begins it, and a second "
+        "part of call 2 doesn't begin it again: expected an id in the first alone, got "
+        f"{first} and {more}. Calls up to 2 have begun then, not one more than before"
+    )
     assert kind().push(part("x", "commentary", ADD, 0)) != turn.push(
         part("x", "commentary", ADD, 0)
     ), "a new turn has begun no calls; keep the state in self"

@@ -170,6 +170,22 @@ class Table:
         return self.names[state] in self.texts
 
 
+class Loop:
+    """An automaton of a single state: any text of a few bytes."""
+
+    def __init__(self, known: bytes) -> None:
+        self.known = known
+
+    def step(self, state, number):
+        return 0 if state == 0 and number in self.known else None
+
+    def run(self, state, text):
+        return 0 if state == 0 and set(text) <= set(self.known) else None
+
+    def ends(self, state):
+        return True
+
+
 def trie_of(tokens) -> list[tuple[Any, ...]]:
     """(byte, depth, token or None, after) in the order of a visit."""
     ids = {token: id for id, token in tokens.items()}
@@ -224,6 +240,13 @@ def check_walk(walk):
             "below a node that leads nowhere, and take each node's step once"
         )
         assert asked <= seen, f"{asked} different steps where {seen} are enough"
+    found = [tokens[id] for id in walk(trie, Loop(b"123,"), 0)]
+    expected_words = [word for word in WORDS if set(word) <= set(b"123,")]
+    assert sorted(found) == sorted(expected_words), (
+        "where each step leads back to state 0, as in a*, expected "
+        f"{sorted(expected_words)}, got {sorted(found)}: 0 is a state as any other, "
+        "and only None leads nowhere"
+    )
 
 
 @cache
@@ -369,6 +392,16 @@ def check_forced(forced):
             f"with the tokens {', '.join(words)} and the texts {' and '.join(texts)} "
             f"you force {[words[id] for id in found]}: {why}"
         )
+
+    few = dict(enumerate(word.encode() for word in ("a", "b", "é", "è")))
+    automaton = Table(text.encode() for text in ("abé", "abè"))
+    found = list(forced(automaton, 0, few, partial(longest_first, few)))
+    assert found == [0, 1], (
+        "with the tokens a, b, é, è and the texts abé and abè, a and b are certain, "
+        "and so is the first byte of what follows; you force "
+        f"{[few[id].decode() for id in found]}: where the bytes stop inside of a "
+        "character, go back to its beginning, and give the tokens before it"
+    )
 
     class Endless(Table):
         def step(self, state, number):

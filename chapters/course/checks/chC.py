@@ -272,11 +272,16 @@ def check_round_tiles(round_tiles):
     assert torch.equal(short[1], again[1]) and torch.equal(
         short[0].float(), again[0].float()
     ), "a weight in bfloat16 is computed with in float32, as any other"
-    whole = round_tiles(x.expand(3, *shape), (2, 4), E4M3)
-    again = round_tiles(x, (2, 4), E4M3)
-    assert all(torch.equal(a[1], b) for a, b in zip(whole, again, strict=True)), (
-        "dimensions in front of the last two are matrices of their own"
-    )
+    three = torch.stack([x, 2 * x, x / 8])
+    whole = round_tiles(three.clone(), (2, 4), E4M3)
+    for number, matrix in enumerate(three):
+        alone = round_tiles(matrix.clone(), (2, 4), E4M3)
+        same = (a[number].float() for a in whole), (b.float() for b in alone)
+        assert all(torch.equal(a, b) for a, b in zip(*same, strict=True)), (
+            "dimensions in front of the last two are matrices of their own, with "
+            "scales of their own: each is rounded as if it were alone, and yours "
+            f"rounds number {number} of three otherwise"
+        )
 
 
 def judge_tile(source, rounded, scale, dtype):

@@ -1,6 +1,8 @@
 """Appendix D: speculation."""
 
+import inspect
 import random
+from contextlib import contextmanager
 from itertools import product
 
 LONGEST, SHORTEST = 4, 2  # of the page
@@ -42,10 +44,24 @@ def check_accept_drafts(accept_drafts):
                 assert found == expected, f"{told}: expected {expected}, got {found}"
 
 
-def followed(tokens, most):
+@contextmanager
+def rebound(function, **values):
+    """Other values of names that a function takes from its page."""
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    kept = {name: names[name] for name in values if name in names}
+    names.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            names.pop(name)
+        names.update(kept)
+
+
+def followed(tokens, most, longest=LONGEST, shortest=SHORTEST):
     """What `propose` should say, and the n that it found."""
     text = " ".join(map(str, ["", *tokens, ""]))
-    for n in range(LONGEST, SHORTEST - 1, -1):
+    for n in range(longest, shortest - 1, -1):
         if n >= len(tokens):
             continue
         last = " ".join(map(str, ["", *tokens[-n:], ""]))
@@ -88,6 +104,17 @@ def check_propose(propose):
         assert len(found) <= most, f"{told}: {found} are more than {most}"
         expected, _ = followed(tokens, most)
         assert found == expected, f"{told}: expected {expected}, got {found}: {why}"
+    one, six = [3, 1, 4, 1], [0, 1, 2, 3, 4, 5, 7, 9, 1, 2, 3, 4, 5, 8]
+    six += six[:6]
+    for tokens, longest, shortest in ((one, 4, 1), (one, 1, 1), (six, 6, 2)):
+        with rebound(propose, LONGEST=longest, SHORTEST=shortest):
+            found = propose(list(tokens), 1)
+        expected, _ = followed(tokens, 1, longest, shortest)
+        assert found == expected, (
+            f"with LONGEST = {longest} and SHORTEST = {shortest}, propose({tokens}, 1) "
+            f"is {expected}, and yours is still {found}: use the names and not their "
+            f"values {LONGEST} and {SHORTEST}, as an exercise changes them"
+        )
 
 
 def check_acceptance(acceptance):

@@ -45,8 +45,10 @@ def check_part_of(part_of):
         for rank in range(size):
             part = part_of(total, rank, size, unit)
             assert part is not None, "part_of returns nothing: is there a return?"
+            kind = type(part).__name__
             assert isinstance(part, range) and part.step == 1, (
-                f"return a range(start, stop), not {part!r}"
+                "return a range(start, stop); yours "
+                + (f"is {part}" if isinstance(part, range) else f"is of type {kind}")
             )
             parts.append(part)
         assert parts[0].start == 0, f"{told}: rank 0 begins at {parts[0].start}, not 0"
@@ -377,6 +379,10 @@ def check_reach(reach):
     some = weigh * (torch.rand(4, 60, generator=generator) < 0.3)
     ks = torch.tensor([[1], [2], [30], [60]]).double()
     shares = torch.tensor([[0.01], [0.5], [0.9], [1.0]]).double()
+    few = torch.tensor([[0, 5, 9]] * 4, dtype=torch.int32)
+    heavy = torch.tensor([[1, 1, 1]] * 3 + [[2**40, 1000, 1000]])
+    parts = torch.tensor([[0.5], [0.4], [0.9], [1.0]]).double()
+    exactly = "compare sums and what is needed in float64, and round neither"
     cases = [
         (near, ones, lambda total: ks, "all are in the first bin"),
         (deep, ones, lambda total: ks, "top-k over many bins"),
@@ -384,6 +390,8 @@ def check_reach(reach):
         (deep, weigh, lambda total: shares * total, "top-p of all that weighs"),
         (near, some, lambda total: shares * total, "some tokens weigh nothing"),
         (deep * 0 + 2**24 - 1, ones, lambda total: ks, "all are as deep as can be"),
+        (few, heavy, lambda total: parts * total, f"three in a bin ({exactly})"),
+        (few << 12, heavy, lambda total: parts * total, f"three bins ({exactly})"),
     ]
     for size in (1, 2, 3):
         for depths, weights, needed, why in cases:

@@ -188,11 +188,3 @@ def alike_by_length(tables, offsets, lengths, *, window, page_size):
 @wrong("plan_gathers", "return a list")
 def one_after_the_other(tables, offsets, lengths, *, window, page_size):
     yield from read_all(tables, offsets, lengths, window, page_size)
-
-
-@wrong("plan_gathers", "nothing is padding")
-def always_a_mask(tables, offsets, lengths, *, window, page_size):
-    return [
-        read if read.masked is not None else read._replace(masked=read.slots < 0)
-        for read in read_all(tables, offsets, lengths, window, page_size)
-    ]

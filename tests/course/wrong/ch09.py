@@ -340,6 +340,13 @@ class FirstTokenOnly(Scheduler):
         return super().update_from_output(scheduled, [found[:1] for found in tokens])
 
 
+@wrong("Scheduler._make_room", "Count from num_computed_tokens")
+class TakesEachForADecode(Scheduler):
+    def _make_room(self, request, length, busy):
+        end = len(request.tokens) - 1 + length
+        return super()._make_room(request, end - request.num_computed_tokens, busy)
+
+
 @wrong("Scheduler._make_room", "not for more")
 class AsksForOneMore(Scheduler):
     def _make_room(self, request, length, busy):

@@ -97,7 +97,7 @@ class Pushes(Turn):
     """The kept version, with what students change as switches."""
 
     indexed = reasons = begins_empty = renames = True
-    repeats = cumulative = says_nothing = False
+    repeats = cumulative = says_nothing = one_more = False
     text = ""
 
     def push(self, part):
@@ -116,7 +116,7 @@ class Pushes(Turn):
         if part.call >= self.calls or self.repeats:
             if not text and not self.begins_empty:
                 return {}
-            self.calls = part.call + 1
+            self.calls = self.calls + 1 if self.one_more else part.call + 1
             name = function_name(part.recipient) if self.renames else part.recipient
             call |= {"id": new_call_id(), "type": "function"}
             call["function"] = {"name": name, "arguments": text}
@@ -153,6 +153,11 @@ class NoEmptyCalls(Pushes):
 @wrong("Turn.push", "without functions.")
 class NamesAsWritten(Pushes):
     renames = False
+
+
+@wrong("Turn.push", "doesn't begin it again")
+class CountsOneMore(Pushes):
+    one_more = True
 
 
 @wrong("Turn.push", "adds up")

@@ -96,13 +96,27 @@ def first_option(node, number):
     return derived(node, number, make=(then, lambda *parts: parts[0]))
 
 
-def walked(trie, automaton, state, *, jumps=True, start=0, inner=False, cuts=True):
+def is_none(there):
+    return there is None
+
+
+def walked(
+    trie,
+    automaton,
+    state,
+    *,
+    jumps=True,
+    start=0,
+    inner=False,
+    cuts=True,
+    dead=is_none,
+):
     """The kept version, with what students change as switches."""
     allowed, states, place = [], [state], 0
     while place < len(trie):
         byte, depth, token, after = trie[place]
         there = automaton.step(states[min(depth + start, len(states) - 1)], byte)
-        if there is None:
+        if dead(there):
             place = after if jumps else place + 1
             continue
         if cuts:
@@ -132,6 +146,11 @@ def all_nodes(trie, automaton, state):
 @wrong("walk", "may come")
 def from_the_last_state(trie, automaton, state):
     return walked(trie, automaton, state, start=99)
+
+
+@wrong("walk", "only None leads nowhere")
+def takes_state_0_for_none(trie, automaton, state):
+    return walked(trie, automaton, state, dead=lambda there: not there)
 
 
 @wrong("walk", "are enough")
@@ -219,6 +238,7 @@ def pushed(
     whole=True,
     last=False,
     goes_back=True,
+    gives_up=False,
 ):
     """The kept version, with what students change as switches."""
     found, states = b"", [state]
@@ -229,6 +249,8 @@ def pushed(
         found += bytes(live)
         states.append(automaton.step(states[-1], live[0]))
     text = found.decode(errors="ignore" if whole else "replace")
+    if gives_up and text.encode() != found:
+        return []
     there = states[-1]
     found = text.encode() if whole else found
     there = states[len(found)] if goes_back else there
@@ -293,6 +315,11 @@ def cuts_at_the_last_place(automaton, state, tokens, encode):
 @wrong("forced", "the state is the one there")
 def state_behind_half_a_character(automaton, state, tokens, encode):
     return pushed(automaton, state, tokens, encode, goes_back=False)
+
+
+@wrong("forced", "the tokens before it")
+def gives_up_inside_of_a_character(automaton, state, tokens, encode):
+    return pushed(automaton, state, tokens, encode, gives_up=True)
 
 
 @wrong("forced", "at most 1,000")

@@ -235,6 +235,15 @@ def takes_one_scale(x, tile, dtype):
     )
 
 
+@wrong("round_tiles", "scales of their own")
+def shares_scales_among_matrices(x, tile, dtype):
+    def largest(parts):
+        found = greatest(parts)
+        return found.amax(0).expand_as(found) if x.ndim > 2 else found
+
+    return rounds(x, tile, dtype, largest=largest)
+
+
 @wrong("round_tiles", "nearest")
 def cuts_off(x, tile, dtype):
     return rounds(x, tile, dtype, largest=greatest, nearest=False)

@@ -92,6 +92,18 @@ def lets_nothing_overlap(tokens, most):
     return proposed(tokens, most, ns, lambda n: range(len(tokens) - n, n - 1, -1))
 
 
+@wrong("propose", "use the names")
+def writes_the_longest_out(tokens, most):
+    ns = range(4, SHORTEST - 1, -1)
+    return proposed(tokens, most, ns, lambda n: range(len(tokens) - 1, n - 1, -1))
+
+
+@wrong("propose", "use the names")
+def writes_the_shortest_out(tokens, most):
+    ns = range(LONGEST, 1, -1)
+    return proposed(tokens, most, ns, lambda n: range(len(tokens) - 1, n - 1, -1))
+
+
 @wrong("propose", "a match has 2 tokens at least")
 def takes_a_single_token(tokens, most):
     ns = range(LONGEST, 0, -1)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.model.sharded_choice import BIN_BITS, LARGEST_TOKEN, tally
+from simplellm.model.sharded_choice import BIN_BITS, LARGEST_TOKEN, reach, tally
 from wrong import wrong
 
 
@@ -38,6 +38,13 @@ def gives_the_last_one_all_that_is_left(total, rank, size, unit=1):
 def gives_a_pair(total, rank, size, unit=1):
     units = -(-total // unit)
     return units * rank // size * unit, min(units * (rank + 1) // size * unit, total)
+
+
+@wrong("part_of", "yours is of type list")
+def gives_a_list(total, rank, size, unit=1):
+    units = -(-total // unit)
+    start, stop = (units * r // size * unit for r in (rank, rank + 1))
+    return [*range(start, min(stop, total))]
 
 
 @wrong("part_of", "in the part of the one before")
@@ -399,6 +406,26 @@ def wants_more_than_enough(depths, weights, needed, add_up):
 @wrong("reach", "expected")
 def stops_at_the_bin(depths, weights, needed, add_up):
     return in_bins(depths, weights, needed, add_up)[-1] << BIN_BITS
+
+
+@wrong("reach", "round neither")
+def cuts_off_what_is_needed(depths, weights, needed, add_up):
+    return reach(depths, weights, lambda total: needed(total).floor(), add_up)
+
+
+@wrong("reach", "round neither")
+def rounds_what_is_needed(depths, weights, needed, add_up):
+    return reach(depths, weights, lambda total: needed(total).round(), add_up)
+
+
+@wrong("reach", "round neither")
+def compares_in_float32(depths, weights, needed, add_up):
+    bins, sums, enough, _ = in_bins(depths, weights, needed, add_up)
+    chosen = (sums.float() >= enough.float()).int().argmax(1, keepdim=True)
+    before = sums.gather(1, (chosen - 1).clamp(min=0)) * (chosen > 0)
+    sums = before + tally(lower(depths), weights * (bins == chosen), add_up)
+    last = (sums.float() >= enough.float()).int().argmax(1, keepdim=True)
+    return (chosen << BIN_BITS) | last
 
 
 @wrong("reach", "numbers a row")
