@@ -169,7 +169,7 @@ def answer_parts(
     rules = {} if not answer or answer.rules is None else {answer.where: answer.rules}
     if outputs is None:
         return rules
-    expect(not rules, WHERE, outputs, f"None beside {', '.join(rules)}")
+    expect(not rules, WHERE, "given", f"none beside {', '.join(rules)}")
     return {WHERE: output_rules(outputs)}
 
 

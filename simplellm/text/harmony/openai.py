@@ -49,7 +49,8 @@ def from_openai(
             call_id = checked_id(message.get("tool_call_id"), where)
             name = called.get(call_id, name)
             if name is None:
-                expected = f"the id of a call before it ({list(called) or 'none'})"
+                ids = [*filter(None, called)]  # a call may have none
+                expected = f"the id of a call before it ({ids or 'none'})"
                 expect(False, f"{where}.tool_call_id", call_id, expected)
             result.append(result_message(name, text, call_id))
     text = lead(None, functions)
