@@ -398,6 +398,19 @@ def test_smollm_takes_digits_one_by_one(tmp_path: Path) -> None:
     assert made.encode("12345").ids != library_of_gpt2().encode("12345").ids
 
 
+def test_deepseeks_cuts_are_llama_cpps(tmp_path: Path) -> None:
+    """One after another, each within what those before it have left."""
+    _, _, metadata = tokenizer_of("gpt2", tmp_path, library_of_gpt2())
+    named = {**metadata, "tokenizer.ggml.pre": "deepseek-coder"}
+    made = Tokenizer.from_str(json.dumps(tokenizer_data(named)))
+    assert made.pre_tokenizer is not None
+    text = "It's  2.50 a\n\n\u6d4b\u8bd5x!"
+    found = made.pre_tokenizer.pre_tokenize_str(text)
+    pieces = [text[begin:end] for _, (begin, end) in found]
+    wanted = ["It", "'", "s", "  ", "2", ".", "5", "0", " a", "\n", "\n"]
+    assert pieces == [*wanted, "\u6d4b\u8bd5", "x", "!"]
+
+
 def library_of_gpt2() -> Tokenizer:
     return families_text.byte_level(None, "<|im_end|>")
 

@@ -48,10 +48,16 @@ CASED = (
 PATHS = SIGNS.replace("[\\r\\n]*", "[\\r\\n/]*")
 TEKKEN_SPLIT = rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"
 GPT4O_SPLIT = rf"{CASED[0]}{ENDINGS}?|{CASED[1]}{ENDINGS}?|\p{{N}}{{1,3}}|{PATHS}"
+EASTERN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_SPLITS = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EASTERN
+DIGITS = {"type": "Digits", "individual_digits": True}
 # By tokenizer.ggml.pre. No steps: GPT-2's rule, which is built into the last one.
 CUTS = {
     "gpt-2": PreTokenizer(()),
-    "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True},)),
+    "smollm": PreTokenizer((DIGITS,)),
+    "deepseek-coder": PreTokenizer(
+        (*(step for part in DEEPSEEK_SPLITS for step in split_step(part)), DIGITS)
+    ),
     "llama-bpe": PreTokenizer(
         split_step(LLAMA3_SPLIT), ignore_merges=True, begins=True
     ),
@@ -63,6 +69,9 @@ CUTS = {
 }
 CUTS |= dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), CUTS["llama-bpe"])
 CUTS |= {"refact": CUTS["smollm"], "dbrx": CUTS["smaug-bpe"]}  # of Granite
+CUTS |= dict.fromkeys(("mpt", "olmo", "phi-2", "gigachat", "jais"), CUTS["gpt-2"])
+ONE_BY_ONE = "starcoder", "command-r", "codeshell", "exaone", "minerva-7b"
+CUTS |= dict.fromkeys(ONE_BY_ONE, CUTS["smollm"])
 # Control tokens that end a turn wherever they are, as llama.cpp has it: files of one
 # family name the one or the other in their metadata.
 TURN_ENDS = (
