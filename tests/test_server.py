@@ -468,6 +468,23 @@ def test_health_and_metrics(served: Served) -> None:
     assert f'model_name="{NAME}"' in text
 
 
+def test_a_first_token_counts_once_though_its_client_leaves(served: Served) -> None:
+    def count() -> float:
+        text = served.client.get("/metrics").text
+        name = "simplellm:time_to_first_token_seconds_count"
+        (found,) = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)
+        return float(found)
+
+    before = count()
+    body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with served.client.stream("POST", COMPLETE, json=body) as answer:
+        next(answer.iter_lines())
+        assert count() == before + 1
+    for more in ({"stream": True}, {"stream": False}):
+        served.post(COMPLETE, body | more | {"max_tokens": 2})
+    assert count() == before + 3
+
+
 def test_metrics_of_several_servers_are_one_text(served: Served) -> None:
     """Which has all of their values, and each name once."""
 
