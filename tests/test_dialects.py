@@ -681,6 +681,27 @@ def test_turns_come_back_as_they_were(opened: Opened, name: str) -> None:
     assert written == (name != "thoughts")  # the template's own, and no message's
 
 
+ADDS = "{% set a = messages[1].tool_calls[0].function.arguments %}"
+ADDED = {
+    "before": ADDS + "{{ 'x' + a }}",
+    "behind": ADDS + "{{ a + 'x' }}",
+    "as an object": ADDS + "{{ a.city }}{{ a is mapping }}{{ a|tojson }}",
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_template_may_add_arguments_to_a_text(name: str, tmp_path: Path) -> None:
+    """DeepSeek's do: then they are the text that the client has sent."""
+    write_text_side(tmp_path, "qwen", ADDED[name])
+    tokenizer, dialect = open_folder(tmp_path)
+    text = '{"city":  "<b>"}'
+    call = {"id": "1", "function": {"name": "f", "arguments": text}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    shown = tokenizer.decode(render(dialect, tokenizer, messages, []))
+    ways = {"before": "x" + text, "behind": text + "x"}
+    assert shown == ways.get(name, '<b>True{"city": "<b>"}')
+
+
 def test_tools_need_a_place_in_the_template(opened: Opened) -> None:
     """They aren't left out without a word."""
     for kind in TEMPLATES:

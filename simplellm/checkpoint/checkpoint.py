@@ -279,8 +279,9 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if (folder / INDEX).is_file():
         with reraise_as(CheckpointError, folder / INDEX):
             return indexed_shards(folder)
-    if shards := sorted(folder.glob("*.safetensors")):
-        return shards, {}
+    for pattern in ("model*.safetensors", "*.safetensors"):  # adapters may lie beside
+        if shards := sorted(folder.glob(pattern)):
+            return shards, {}
     raise CheckpointError(f"{folder}: {why_no_shards(folder)}")
 
 

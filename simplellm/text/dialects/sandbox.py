@@ -172,10 +172,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, what, *args, **kwargs)
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments, an object, which a template may add to a text as well.
+
+    DeepSeek's do that: then it's the ``text`` that they were written in.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], text: str) -> None:
+        super().__init__(fields)
+        self._text = text
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+
 def map_text(value: Any, change: Callable[[str], str]) -> Any:
     """Plain data with all its text changed."""
     if isinstance(value, str):
         return change(value)
+    if isinstance(value, Arguments):
+        return Arguments(map_text(dict(value), change), change(value._text))
     if isinstance(value, Mapping):
         pairs = value.items()
         return {map_text(k, change): map_text(v, change) for k, v in pairs}
