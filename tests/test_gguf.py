@@ -605,11 +605,13 @@ def test_gemmas_pattern_may_be_a_list(tmp_path: Path) -> None:
 def test_other_pre_tokenizers_are_refused_by_name() -> None:
     metadata = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "jais",
+        "tokenizer.ggml.pre": "viking",
         "tokenizer.ggml.tokens": ["a"],
         "tokenizer.ggml.merges": [],
     }
-    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre is 'jais'; expected one"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer.ggml.pre is 'viking'; expected one"
+    ):
         tokenizer_data(metadata)
     with pytest.raises(ValueError, match=r"tokenizer.ggml.model is 'bert'"):
         tokenizer_data({**metadata, "tokenizer.ggml.model": "bert"})

@@ -195,9 +195,13 @@ def sentencepiece(
     scores: Any = metadata.get("tokenizer.ggml.scores", [0.0] * count)
     ok = isinstance(scores, list) and len(scores) == count
     expect(ok, "tokenizer.ggml.scores", scores, f"a list of {count}, one for a token")
-    # The best first; of equal ones, as where there are no scores, by their ids.
-    some = sorted(vocabulary.of(NORMAL, USER_DEFINED), key=lambda one: -scores[one[1]])
-    merged = [text for text, _ in some]
+    # The best first, of equal ones by their ids. What users have defined has any score,
+    # and keeps its place.
+    best = iter(sorted(vocabulary.of(NORMAL), key=lambda one: -scores[one[1]]))
+    merged = [
+        next(best)[0] if vocabulary.kinds[id] == NORMAL else text
+        for text, id in vocabulary.of(NORMAL, USER_DEFINED)
+    ]
     return {
         "normalizer": None if prefix else spaces,
         "pre_tokenizer": {**words, "prepend_scheme": "first"} if prefix else None,
