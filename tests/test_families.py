@@ -227,6 +227,14 @@ def test_the_whole_models_config_ties_its_head(theirs, tmp_path: Path) -> None:
     assert read_config(tmp_path / "config.json").tie_word_embeddings
 
 
+def test_other_words_for_the_same(theirs, tmp_path: Path) -> None:
+    write(tmp_path, theirs("Llama").model)
+    said = {"hidden_act": "swish", "eos_token_id": -1}
+    change(tmp_path, lambda data: {**data, **said})
+    config = read_config(tmp_path / "config.json")
+    assert config.activation == "swiglu" and config.eos_token_ids == ()
+
+
 def test_gpt2_as_the_hub_has_it(theirs, tmp_path: Path) -> None:
     """Without a prefix, and with the masks of its attention."""
     oracle = theirs("GPT2")

@@ -1387,3 +1387,13 @@ def test_chats_are_refused_on_purpose(
             assert error.param
         else:
             assert len(made.specs[0].tokens) > 10
+
+
+@pytest.mark.parametrize("label", ["prefix", "partial"])
+def test_strictly_no_label_of_a_begun_answer_is_dropped(
+    strict: Served, label: str
+) -> None:
+    begun = {"role": "assistant", "content": "The sum is", label: True}
+    answer = strict.post(CHAT, {"messages": [USER, begun], "max_tokens": 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"messages.{label}"
