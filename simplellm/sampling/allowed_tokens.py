@@ -84,7 +84,10 @@ class AllowedTokens:
 
     def completed(self, request: SamplePosition) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
-        tokens, longest = request.tokens, request.num_output
+        return self._completing(request.tokens, request.num_output)
+
+    def _completing(self, tokens: Sequence[int], longest: int) -> frozenset[int]:
+        """The same behind ``tokens``, of which the last ``longest`` are output."""
         if (begun := self.bad_words.get(tokens[-1])) is None:
             return frozenset()
         return frozenset(
@@ -146,17 +149,15 @@ class AllowedTokens:
 
     def _may_follow(self, request: Request, tokens: Sequence[int]) -> bool:
         """Whether all that a request rules out but its grammar allows ``tokens``."""
-        count, params = request.num_output, request.params
-        if count + len(tokens) < params.min_tokens:
+        text, count = [*request.tokens], request.num_output
+        if count + len(tokens) < request.params.min_tokens:
             return False
-        if any(not self.always[t // 32] >> np.uint32(t % 32) & 1 for t in tokens):
-            return False
-        text = [*request.tokens[request.num_prompt :], *tokens]
-        return not any(
-            text[end] == last and text[max(0, end - len(begun)) : end] == begun
-            for end in range(max(1, count), len(text))
-            for begun, last in self.bad_words.get(text[end - 1], ())
-        )
+        for number, token in enumerate(tokens, start=count):
+            allowed = self.always[token // 32] >> np.uint32(token % 32) & 1
+            if not allowed or token in self._completing(text, number):
+                return False
+            text.append(token)
+        return True
 
     def mask_state(self, request: SamplePosition) -> tuple[bool, Collection[int]]:
         """What `bits` depend on."""

@@ -262,7 +262,7 @@ def generation_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
         for key, ours in SAMPLING.items()
         if f"general.sampling.{key}" in metadata
     }
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     ends = [metadata[key] for key in keys if metadata.get(key, NO_TOKEN) != NO_TOKEN]
     vocabulary = vocabulary_of(metadata)
     # Of gpt-oss the format of its chats says what ends a turn.

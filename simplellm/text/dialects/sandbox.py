@@ -59,16 +59,20 @@ class TemplateAdapter(NodeTransformer):
                 node.args = [filtered(one, "hide") for one in node.args]
             case nodes.Concat():
                 node.nodes = [filtered(one, "string") for one in node.nodes]
-            case nodes.Filter(name=name) | nodes.Call(node=nodes.Getattr(attr=name)):
-                if name in LOOKING:
-                    count = 1 if name == "replace" else len(node.args)
-                    looked = [filtered(one, "hide") for one in node.args[:count]]
-                    node.args = [*looked, *node.args[count:]]
-        match node:
+            case nodes.Filter(name=name) if name in LOOKING:
+                node.args = looked_for(node.args, name)
             case nodes.Call(node=nodes.Getattr(attr=name) as method):
+                if name in LOOKING:
+                    node.args = looked_for(node.args, name)
                 if name in SEARCHES:
                     method.node = filtered(method.node, "hide")
         return node
+
+
+def looked_for(arguments: list[nodes.Expr], name: str) -> list[nodes.Expr]:
+    """The arguments of one of LOOKING, with what it looks for as messages have it."""
+    count = 1 if name == "replace" else len(arguments)
+    return [*(filtered(one, "hide") for one in arguments[:count]), *arguments[count:]]
 
 
 def filtered(node: nodes.Node, name: str) -> nodes.Filter:
@@ -145,8 +149,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def hide(self, value: Any) -> Any:
         """``value`` with its text as messages have it; it may have come of one."""
         if isinstance(value, str):  # most have nothing to hide, and may be long
-            open = any(character in value for character in self.characters)
-            return value.translate(self.hidden) if open else value
+            shown = any(character in value for character in self.characters)
+            return value.translate(self.hidden) if shown else value
         if isinstance(value, list | tuple):
             some = map(self.hide, value)
             return [*some] if isinstance(value, list) else tuple(some)
@@ -172,7 +176,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, what, *args, **kwargs)
 
 
-class Arguments(dict[str, Any]):
+class CallArguments(dict[str, Any]):
     """A call's arguments, an object, which a template may add to a text as well.
 
     DeepSeek's do that: then it's the ``text`` that they were written in.
@@ -193,8 +197,8 @@ def map_text(value: Any, change: Callable[[str], str]) -> Any:
     """Plain data with all its text changed."""
     if isinstance(value, str):
         return change(value)
-    if isinstance(value, Arguments):
-        return Arguments(map_text(dict(value), change), change(value._text))
+    if isinstance(value, CallArguments):
+        return CallArguments(map_text(dict(value), change), change(value._text))
     if isinstance(value, Mapping):
         pairs = value.items()
         return {map_text(k, change): map_text(v, change) for k, v in pairs}

@@ -26,7 +26,7 @@ from simplellm.base.config import (
 from simplellm.base.files import SmallFiles
 from simplellm.text.dialects.encoder import Encoder, reraise_any_as
 from simplellm.text.dialects.sandbox import (
-    Arguments,
+    CallArguments,
     compile_template,
     map_text,
     parse_template,
@@ -233,7 +233,7 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 name = message.recipient.removeprefix("functions.")
                 # Most templates write arguments as an object, if they are one.
                 fields = parse_object(text)
-                arguments = text if fields is None else Arguments(fields, text)
+                arguments = text if fields is None else CallArguments(fields, text)
                 function = {"name": name, "arguments": arguments}
                 number = sum(len(one.get("tool_calls", ())) for one in turns)
                 call = {"id": f"{number:09}", "type": "function", "function": function}
