@@ -20,6 +20,7 @@ from simplellm.model.kernels.launch import Launcher
 
 HOPPER = GPUTarget("cuda", 90, 32)
 AMPERE = GPUTarget("cuda", 80, 32)  # the oldest GPUs that get the kernels
+ADA = GPUTarget("cuda", 89, 32)  # the oldest that multiply FP8
 WAIT = r"griddepcontrol\.wait|grid_dependency_wait"  # as one Triton or another has it
 
 
@@ -98,6 +99,54 @@ def stack_bytes(compiled) -> int:
     return int(found)
 
 
+def machine_loops(compiled) -> list[list[str]]:
+    """The instructions of a kernel's loops, without their predicates."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        told = subprocess.run(
+            [tool, "-sass", file.name], capture_output=True, text=True, check=True
+        )
+    line = r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?(\S.*?) *;"
+    code = [(int(place, 16), text) for place, text in re.findall(line, told.stdout)]
+    loops = []
+    for end, text in code:
+        back = re.match(r"BRA\b.* 0x([0-9a-f]+)$", text)
+        if back and int(back[1], 16) < end:
+            loops.append([t for place, t in code if int(back[1], 16) <= place <= end])
+    return loops
+
+
+def overwritten(code: list[str]) -> list[str]:
+    """The instructions that write what a wgmma under way has yet to read.
+
+    It reads its left operand, 4 registers, until a wait for its group. The last group
+    ends with the last wgmma that names a barrier.
+    """
+    under_way: list[set[int]] = [set()]  # by groups; the last is not yet full
+    found = []
+    for line in code:
+        name, _, operands = line.partition(" ")
+        if name[1:5] == "GMMA":
+            left = re.search(r"^R\d+, R(\d+)", operands)
+            if left:
+                under_way[-1] |= set(range(int(left[1]), int(left[1]) + 4))
+            if "gsb0" in operands:
+                under_way.append(set())
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            pending = int(operands.rpartition(",")[2], 16)
+            done = max(0, len(under_way) - 1 - pending)
+            under_way = [*under_way[done:-1], set()]
+        elif first := re.match(r"R(\d+)\b", operands):
+            wide = re.search(r"\.(64|128|WIDE)\b", name)
+            size = {"64": 2, "128": 4, "WIDE": 2}[wide[1]] if wide else 1
+            written = set(range(int(first[1]), int(first[1]) + size))
+            if written & set().union(*under_way):
+                found.append(line)
+    return found
+
+
 def lines_before_the_wait(ttir: str) -> list[str]:
     """A kernel's lines in front of its wait; of its last one, if branches have some."""
     _, _, kernel = ttir.partition("tt.func public ")
@@ -131,10 +180,10 @@ def assert_compiles_and_fits(case: Case) -> None:
     assert compiled.metadata.shared <= 227 * 1024
 
 
-def assert_compiles_for_older_gpus(case: Case) -> None:
+def assert_compiles_for_older_gpus(case: Case, target: GPUTarget = AMPERE) -> None:
     constants = case.constants | ({"PDL": False} if "PDL" in case.constants else {})
     older = replace(case, constants=constants)
-    assert len(compile_case(older, AMPERE).asm["cubin"]) > 0
+    assert len(compile_case(older, target).asm["cubin"]) > 0
 
 
 def assert_waits(case: Case, early: str) -> None:

@@ -151,6 +151,24 @@ def test_unpacked_experts_are_left_to_pytorch(open_llm: Any, tmp_path: Path) -> 
     assert "Triton kernels" in open_llm(write_checkpoint(tmp_path / "packed"))
 
 
+def test_experts_multiply_in_fp8_where_it_is_there(
+    open_llm: Any, card: SimpleNamespace, tmp_path: Path
+) -> None:
+    config = EngineConfig(moe_activation_dtype="fp8")
+    assert "Triton kernels" in open_llm(config=config)
+    unpacked = write_checkpoint(tmp_path / "model", quantized=False)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("since the experts are not MXFP4", {"model": unpacked, "config": config}),
+        ("batch_invariant", {"config": replace(config, batch_invariant=True)}),
+        ("operations is 'plain'", {"config": replace(config, operations="plain")}),
+        (r"capability is \(8, 6\), below \(8, 9\)", {"config": config}),
+    ]
+    for why, options in cases:
+        card.capability = (8, 6) if "capability" in why else (9, 0)
+        with pytest.raises(ValueError, match="moe_activation_dtype.*'auto'.*" + why):
+            LLM(device="cuda", **options)
+
+
 SPARSE = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 100}
 
 

@@ -151,6 +151,17 @@ def test_logits_are_those_of_plain_operations(llm: LLM) -> None:
     assert len(future.result(timeout=120)[0].token_ids) == 64
 
 
+def test_experts_in_fp8_say_nearly_the_same(llm: LLM) -> None:
+    tokens = [id for one in prompts(8, seed=5) for id in one]
+    config = EngineConfig(moe_activation_dtype="fp8", **ALONE)
+    with LLM(config=config, device="cuda") as rounded:
+        both = [one.model.logits(tokens).log_softmax(-1) for one in (llm, rounded)]
+        few = [one.model.logits(tokens[:50]) for one in (llm, rounded)]
+    apart = (both[0].exp() * (both[0] - both[1])).sum(-1)
+    assert 0 < apart.mean() < 0.02
+    assert torch.equal(*few)  # as before where an expert has few tokens
+
+
 def test_the_embedded_model_solves_its_problems(llm: LLM) -> None:
     """A short form of `make evaluate`, in bfloat16."""
     from evaluate import evaluate

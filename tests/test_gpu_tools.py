@@ -24,6 +24,7 @@ import client
 import clients
 import compare
 import fp8_cache
+import fp8_experts
 import gpu_accuracy as accuracy
 import host
 import host_pages
@@ -315,3 +316,13 @@ def test_agents_get_what_was_computed_a_turn_ago(accepted):
     assert row["prompt_tokens"] == 200 + 60 * (1 + 2 + 3) / 3
     assert 0.6 < row["cached"] < 0.9
     assert row["tokens_per_second_of_a_user"] > 0
+
+
+def test_what_rounded_experts_cost_is_measured_along_the_first_answers():
+    problems, texts = fp8_experts.evaluation_set(9), list[list[int]]()
+    row, logits = fp8_experts.embedded("auto", problems, texts)
+    assert (row["right"], row["of"]) == (9, 9)
+    assert [len(text) for text in texts] == [len(one) for one in logits]
+    found = fp8_experts.distance(logits, logits)
+    assert found["mean_kl"] == found["worst_kl"] == 0 and found["same_argmax"] == 1
+    assert fp8_experts.distance(logits, [one.flip(-1) for one in logits])["mean_kl"] > 1

@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 from kernels_compiler import (
+    ADA,
+    AMPERE,
     Case,
     assert_compiles_and_fits,
     assert_compiles_for_older_gpus,
@@ -14,6 +16,8 @@ from kernels_compiler import (
     compile_case,
     kernel_name,
     kernels_of,
+    machine_loops,
+    overwritten,
     parameters,
 )
 
@@ -76,16 +80,23 @@ def product_cases(every=False):
         yield product_case(config, tokens, 201088, 2880, best=True)
 
 
+def expert_case(tiling, rows, fp8=False):
+    interleaved = rows == 5760
+    half = fragments.ExpertSizes(rows, 2880, interleaved, 7.0, 1.702, 4, True)
+    start = experts.experts_launcher(tiling, half, 8.0 if fp8 else 1.0)
+    scores, without = ("", "scores_ptr") if interleaved else ("*fp32", "")
+    x, x_scales = ("*fp8e4nv", "*fp32") if fp8 else ("*bf16", "")
+    if not (fp8 and interleaved):
+        x_scales, without = "", f"{without} x_scales_ptr"
+    out = x if interleaved else "*bf16"
+    types = f"{x} {x_scales} *i32 *i32 *bf16 {scores} *i32 *i32 *i32 {out}"
+    return case_of(start, types, without)
+
+
 def expert_cases():
     """Both halves in every tiling that is used."""
     for up, back in dict.fromkeys((up, back) for *_, up, back in experts.TILINGS):
-        for tiling, rows in ((up, 5760), (back, 2880)):
-            interleaved = rows == 5760
-            half = fragments.ExpertSizes(rows, 2880, interleaved, 7.0, 1.702, 4, True)
-            start = experts.experts_launcher(tiling, half)
-            scores, without = ("", "scores_ptr") if interleaved else ("*fp32", "")
-            types = f"*bf16 *i32 *i32 *bf16 {scores} *i32 *i32 *i32 *bf16"
-            yield case_of(start, types, without)
+        yield from (expert_case(up, 5760), expert_case(back, 2880))
 
 
 def one_case(interleaved):
@@ -98,7 +109,16 @@ def one_case(interleaved):
 
 
 SMALL, LARGE = (routing.sort_plan(pairs, 4, 128, 16) for pairs in (4096, 8192))
-EXPERTS = list(expert_cases())
+FP8_EXPERTS = [expert_case(experts.FP8_TILING, rows, True) for rows in (5760, 2880)]
+AHEAD = [  # of the weights that are multiplied, others are decoded
+    expert_case(tiling, rows, fp8)
+    for tiling, fp8 in (
+        *((experts.WIDE_AHEAD, False), (experts.FP8_WIDE, True)),
+        (experts.FP8_AHEAD, True),
+    )
+    for rows in (5760, 2880)
+]
+EXPERTS = [*expert_cases(), *FP8_EXPERTS]
 ONE = [one_case(interleaved) for interleaved in (True, False)]
 CASES = [
     *product_cases(),
@@ -117,6 +137,7 @@ CASES = [
     case_of(LARGE.counter, "*i32 *i32 *i32 i32"),
     case_of(LARGE.scatter, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32"),
     *EXPERTS,
+    *AHEAD,
     *ONE,
     *(
         Case(head.best_kernel, "*i64 *i32 i32", {"BLOCK": block, "PDL": True}, warps)
@@ -138,7 +159,7 @@ def test_it_compiles_and_fits(case):
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=kernel_name)
 def test_it_compiles_for_older_gpus(case):
-    assert_compiles_for_older_gpus(case)
+    assert_compiles_for_older_gpus(case, ADA if "fp8" in case.types else AMPERE)
 
 
 @pytest.mark.parametrize("case", parameters(CASES, MORE, waits))
@@ -183,7 +204,31 @@ def test_a_weight_is_decoded_after_the_multiplications_before(case):
         assert step != "mma_async" or following != "fma"
 
 
-@pytest.mark.parametrize("case", EXPERTS, ids=kernel_name)
+@pytest.mark.parametrize("case", AHEAD, ids=kernel_name)
+def test_a_weight_is_decoded_into_registers_that_nobody_reads(case):
+    """ptxas since 13.3 sees to it, even in front of a wait."""
+    loops = machine_loops(compile_case(case))
+    loops = [loop for loop in loops if any("GMMA" in line for line in loop)]
+    assert len(loops) >= case.constants["WIDTHS"]
+    for loop in loops:
+        assert not overwritten([*loop, *loop])
+        names = [line.split(".")[0] for line in [*loop, *loop]]
+        steps = [n for n in names if re.match("[HQ]GMMA|WARPGROUP|HMUL2|HFMA2", n)]
+        assert any("GMMA" in a and b in ("HMUL2", "HFMA2") for a, b in pairwise(steps))
+
+
+def test_an_overwritten_register_is_found():
+    first = "HGMMA.64x8x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0"
+    wait = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    write = "LOP3.LUT R10, R2, R3, R4, 0x80, !PT"
+    assert overwritten([first, write, wait]) == [write]
+    assert overwritten([first, "LDS.128 R8, [R3]", wait])
+    assert not overwritten([first, wait, write])
+    assert not overwritten([first, "LOP3.LUT R12, R8, R9, R10, 0x80, !PT", wait])
+    assert not overwritten([first, "STS.128 [R3], R8", wait])
+
+
+@pytest.mark.parametrize("case", [*EXPERTS, *AHEAD], ids=kernel_name)
 def test_decoded_weights_stay_in_their_threads(case):
     """Triton 3.6 would exchange them, see `experts.layout_barrier`; 3.9 would not."""
     ptx = compile_case(case).asm["ptx"]

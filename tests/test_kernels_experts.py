@@ -1,6 +1,7 @@
 """The experts' kernels for many tokens against plain PyTorch, and the packed order."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +15,19 @@ from oracle_kernels import (
 
 from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.model import feed_forward, ops
+from simplellm.model.kernels import experts as kernels
 from simplellm.model.kernels.experts import (
+    FP8_AHEAD,
+    FP8_TILING,
+    FP8_WIDE,
     MIDDLE,
     TILINGS,
     Tiling,
+    Tokens,
     down,
     experts,
     gate_up,
+    round_tokens,
     tilings,
 )
 from simplellm.model.kernels.fragments import prepare, repack
@@ -33,6 +40,7 @@ SOME_TILINGS = [
     Tiling(rows=64, tokens=64, widths=3, unroll=3),
     Tiling(rows=64, tokens=8, warps=2),
     Tiling(rows=64, tokens=16, widths=2),
+    Tiling(rows=64, tokens=16, tiles=2),
 ]
 
 
@@ -61,6 +69,17 @@ def test_a_scale_that_is_too_large_is_refused():
     weight.scales[2, 3, 1] = 137
     with pytest.raises(ValueError, match=r"2\^10; expected at most 2\^9"):
         repack(weight, interleaved=False)
+
+
+def test_scales_that_fp8_has_no_room_for_are_refused():
+    mlp = random_experts("cpu", HIDDEN, INTERMEDIATE)
+    prepare(make_layer(mlp), fp8=True)
+    mlp.down.scales[2, 3, 1] = 105
+    prepare(make_layer(mlp))
+    with pytest.raises(ValueError, match=r"from 2\^-22 to .* room from 2\^-21 to 2\^5"):
+        prepare(make_layer(mlp), fp8=True)
+    mlp.down.blocks[2, 3, 1] &= 0x88  # zeros may have any
+    prepare(make_layer(mlp), fp8=True)
 
 
 def test_rows_must_fill_tiles():
@@ -123,14 +142,15 @@ def test_each_half_is_the_plain_one(kernel_device, tokens, tiling, dtype):
     chosen = ids.flatten()[order]
     tolerance = dict(rtol=2e-3, atol=2e-3) if dtype == torch.float16 else {}
 
-    hidden = gate_up(x, ready, pairs, tiling)
+    result = gate_up(Tokens(x), ready, pairs, tiling)
+    hidden = result.values
     assert hidden.dtype == dtype
     rows = x[order // mlp.top_k]
     both = plain_products(rows, mlp.gate_up, mlp.gate_up_bias, chosen)
     expected = feed_forward.swiglu(both, mlp.limit, mlp.alpha).to(dtype)
     torch.testing.assert_close(hidden, expected, **tolerance)
 
-    out = down(hidden, ready, scores, pairs, tiling)
+    out = down(result, ready, scores, pairs, tiling)
     assert out.dtype == dtype and out.shape == (tokens, mlp.top_k, HIDDEN)
     y = plain_products(hidden, mlp.down, mlp.down_bias, chosen)
     expected = torch.empty_like(y)
@@ -144,11 +164,63 @@ def test_assembly_decodes_as_plain_operations_do(tiling):
     """bfloat16 inputs take the fast path; their exact float32 copies the other."""
     mlp, x, _, scores, pairs = halves("cuda", 19, tiling, torch.bfloat16)
     mlp = repacked(mlp)
-    fast, plain = gate_up(x, mlp, pairs, tiling), gate_up(x.float(), mlp, pairs, tiling)
-    torch.testing.assert_close(fast.float(), plain, rtol=2**-8, atol=1e-4)
-    plain = down(fast.float(), mlp, scores, pairs, tiling)
-    fast = down(fast, mlp, scores, pairs, tiling)
-    torch.testing.assert_close(fast.float(), plain, rtol=2**-8, atol=1e-4)
+    fast = gate_up(Tokens(x), mlp, pairs, tiling)
+    plain = gate_up(Tokens(x.float()), mlp, pairs, tiling).values
+    torch.testing.assert_close(fast.values.float(), plain, rtol=2**-8, atol=1e-4)
+    plain = down(Tokens(fast.values.float()), mlp, scores, pairs, tiling)
+    found = down(fast, mlp, scores, pairs, tiling)
+    torch.testing.assert_close(found, plain, rtol=2**-7, atol=1e-4)
+
+
+def in_order(values: torch.Tensor) -> torch.Tensor:
+    """e4m3 numbers [n, K] in `fragment_order`, as float32 in the order of columns."""
+    place = torch.arange(values.shape[1], device=values.device)
+    column = place & ~14 | (place & 2) << 2 | place >> 1 & 6
+    out = torch.empty(values.shape, device=values.device)
+    out[:, column] = values.float()
+    return out
+
+
+def test_tokens_are_rounded_with_a_scale_each(kernel_device):
+    mlp, x, *_ = halves(kernel_device, 19, FP8_TILING)
+    x[3] *= 1000
+    tokens = round_tokens(x, mlp)
+    assert tokens.scales is not None and tokens.hidden_scale == 8
+    rounded = in_order(tokens.values) * tokens.scales[:, None]
+    torch.testing.assert_close(rounded, x, rtol=2**-4, atol=1e-4 * float(x.abs().max()))
+    torch.testing.assert_close(rounded.abs().amax(1), x.abs().amax(1))
+
+
+@pytest.mark.parametrize("tiling", [FP8_TILING, FP8_AHEAD, FP8_WIDE])
+@pytest.mark.parametrize("tokens", [1, 19, 150])
+def test_each_half_in_fp8_is_the_plain_one_of_rounded_numbers(
+    kernel_device, tokens, tiling
+):
+    """Between the halves e4m3 rounds once more. Tensor cores add up with 14 bits."""
+    on_gpu = kernel_device == "cuda"
+    if on_gpu and tiling.ahead and not kernels.decodes_ahead():
+        pytest.skip("the assembler would overwrite what is under way")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    mlp, x, ids, scores, pairs = halves(kernel_device, tokens, tiling, dtype)
+    ready, order = repacked(mlp), pairs.pairs.long()
+    chosen = ids.flatten()[order]
+
+    rounded = round_tokens(x, mlp)
+    assert rounded.scales is not None
+    hidden = gate_up(rounded, ready, pairs, tiling)
+    rows = in_order(rounded.values) * rounded.scales[:, None]
+    both = plain_products(rows[order // 2], mlp.gate_up, mlp.gate_up_bias, chosen)
+    expected = feed_forward.swiglu(both, mlp.limit, mlp.alpha)
+    found = in_order(hidden.values) / hidden.hidden_scale
+    torch.testing.assert_close(found, expected, rtol=2**-4 + 2**-8, atol=2e-3)
+
+    out = down(hidden, ready, scores, pairs, tiling)
+    assert out.dtype == dtype and out.shape == (tokens, mlp.top_k, HIDDEN)
+    y = plain_products(found, mlp.down, mlp.down_bias, chosen)
+    expected = torch.empty_like(y)
+    expected[order] = y * scores.flatten()[order, None]
+    tolerance = dict(rtol=2**-7, atol=2e-3) if on_gpu else {}
+    torch.testing.assert_close(out.flatten(0, 1).float(), expected, **tolerance)
 
 
 @pytest.mark.bits
@@ -160,7 +232,7 @@ def test_pairs_of_other_tokens_do_not_matter(kernel_device, tiling):
 
     def result(rows: slice) -> torch.Tensor:
         pairs = plain_sort(ids[rows], 5, tiling.tokens)
-        hidden = gate_up(x[rows], mlp, pairs, tiling)
+        hidden = gate_up(Tokens(x[rows]), mlp, pairs, tiling)
         return down(hidden, mlp, scores[rows], pairs, tiling)
 
     together = result(slice(0, 150))
@@ -190,6 +262,31 @@ def test_a_tiling_exists_for_every_number_of_tokens(tokens, experts):
     both = tilings(tokens, experts, 4)
     assert both[0].tokens == both[1].tokens  # they share their blocks of pairs
     assert all(tiles.tokens >> (tiles.widths - 1) >= 8 for tiles in both)
+
+
+@pytest.mark.parametrize("tokens", [256, 4096, 16384])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_weights_are_decoded_ahead_where_that_is_safe(monkeypatch, tokens, fp8):
+    monkeypatch.setattr(kernels, "decodes_ahead", lambda: False)
+    assert not tilings.__wrapped__(tokens, 32, 4, fp8)[0].ahead
+    monkeypatch.setattr(kernels, "decodes_ahead", lambda: True)
+    both = tilings.__wrapped__(tokens, 32, 4, fp8)
+    assert both[0].ahead == (fp8 or tokens > 256)
+    assert both[0].tokens == both[1].tokens
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "ahead"),
+    [((9, 0), "13.3", True), ((9, 0), "13.10", True), ((9, 0), "12.9", False),
+     ((10, 0), "13.4", False)],
+)  # fmt: skip
+def test_where_weights_may_be_decoded_ahead(monkeypatch, capability, version, ahead):
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    tool = SimpleNamespace(version=version)
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: tool)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert kernels.decodes_ahead.__wrapped__() == ahead
 
 
 def test_blocks_are_of_sizes_that_can_be_sorted():

@@ -59,6 +59,9 @@ def choose_operations(
         why = "batch_invariant is True" if config.batch_invariant else none
     ok = backend == "auto" or why is None
     expect(ok, "attention_backend", backend, f"'auto', since {why}")
+    if config.moe_activation_dtype == "fp8":
+        why = why_not_rounded(config, packed, reason, device)
+        expect(why is None, "moe_activation_dtype", "fp8", f"'auto', since {why}")
     if reason is None:
         return "fused", "Triton kernels"
     operations, expected = config.operations, f"'auto', since {reason}"
@@ -73,6 +76,22 @@ def choose_operations(
     return "plain", f"PyTorch, since {reason}"
 
 
+def why_not_rounded(
+    config: EngineConfig, packed: bool, reason: str | None, device: torch.device
+) -> str | None:
+    """Why experts cannot be multiplied in FP8, None if they can.
+
+    ``packed`` says that they are MXFP4, ``reason`` why there are no Triton kernels.
+    """
+    if not packed:
+        return "the experts are not MXFP4"
+    if config.batch_invariant:
+        return "batch_invariant is True, and how many tokens there are decides"
+    if reason is None and device.type == "cuda" and capability(device) < FP8_GPU:
+        return f"the GPU's compute capability is {capability(device)}, below {FP8_GPU}"
+    return reason
+
+
 def fused_operations(
     model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> Ops:
@@ -84,6 +103,7 @@ def fused_operations(
         max_num_seqs=config.max_num_seqs + config.max_drafts,
         device=device,
         batch_invariant=config.batch_invariant,
+        fp8=config.moe_activation_dtype == "fp8",
     )
     ops = warm_up(ops, model, config, dtype, device)
     return replace(ops, attend=choose_attend(ops.attend, model, config, dtype, device))

@@ -121,6 +121,13 @@ KVCacheDType = Annotated[
         "number, half the memory."
     ),
 ]
+MoEActivationDType = Annotated[
+    Literal["auto", "fp8"],
+    typer.Option(
+        help="Number format of what MXFP4 experts multiply in prompts. fp8: faster, "
+        "and a little less exact."
+    ),
+]
 DType = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
     typer.Option(help="What to compute with.  [float32 on a CPU, else bfloat16]"),

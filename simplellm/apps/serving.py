@@ -120,6 +120,7 @@ def serve_model(
     cache_bytes: options.CacheBytes = None,
     cpu_cache_bytes: options.CPUCacheBytes = 0,
     kv_cache_dtype: options.KVCacheDType = "auto",
+    moe_activation_dtype: options.MoEActivationDType = "auto",
     max_model_len: Length = None,
     speculative: options.Speculative = None,
     num_speculative_tokens: options.Drafts = None,

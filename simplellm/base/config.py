@@ -501,6 +501,9 @@ class EngineConfig:
     # Keys and values in the model's dtype, or as e4m3, a byte each, but for those of
     # sliding layers.
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    # What MXFP4 experts are multiplied by if each has many tokens, as in prompts:
+    # numbers of the model's dtype, or these rounded to e4m3.
+    moe_activation_dtype: Literal["auto", "fp8"] = "auto"
     # Processes that share each weight, and compute each step together.
     tensor_parallel_size: int = declared(1)
     # Processes that each compute requests of their own, and share the experts. Sizes

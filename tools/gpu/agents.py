@@ -140,17 +140,21 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--turns", type=int, default=LOAD.turns)
     parser.add_argument("--kv-cache-dtype", default="fp8")
+    parser.add_argument("--moe-activation-dtype", default="auto")
     parser.add_argument("--length", type=float, help="tokens of a step with drafts")
     options = parser.parse_args()
     assert LOAD.first is not None
     lengths = LOAD.first, LOAD.prompt[0], LOAD.output[0]
-    kind = options.kv_cache_dtype
+    dtypes = {
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "moe_activation_dtype": options.moe_activation_dtype,
+    }
     how = options.users, lengths, options.turns, options.length
-    row = measure(options.model, *how, kv_cache_dtype=kind)
+    row = measure(options.model, *how, **dtypes)
     for name, value in row.items():
         print(f"{name:30}{value:12,.2f}")
     about = {"label": "agents with long histories", "model": options.model}
-    save(about | header() | {"kv_cache_dtype": kind, "rows": [row]}, options.json)
+    save(about | header() | dtypes | {"rows": [row]}, options.json)
 
 
 if __name__ == "__main__":

@@ -18,16 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm.checkpoint.scaled import E4M3, LARGEST
 from simplellm.model.kernels.expert_blocks import ExpertBlocks, nearest
 from simplellm.model.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.model.kernels.fragments import (
     UNSHIFT,
+    UNSHIFT_FP8,
     ExpertSizes,
     Fragments,
     activate,
+    decode_fp8,
     decode_weights,
+    fragment_order,
 )
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
+from simplellm.model.kernels.rounding import Rounding, round_launcher
 from simplellm.model.kernels.routing import room, route_tokens, sort_pairs
 from simplellm.model.layers import Experts
 
@@ -39,6 +44,7 @@ def wait_for_wgmma(out):
     Triton would leave wgmmas under way while the next weights are decoded, and ptxas
     before 13.3 decodes them into registers that those wgmmas have yet to read
     (https://github.com/triton-lang/triton/issues/9433). With a use it waits for them.
+    `decodes_ahead` says where that isn't needed.
     """
     return tl.inline_asm_elementwise(
         "", "=f,0", [out], dtype=tl.float32, is_pure=True, pack=1
@@ -72,25 +78,34 @@ def multiply(
     BLOCK_T: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TILES: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """float32 [BLOCK_N, BLOCK_T]: this program's rows of the expert's weight times the
-    rows ``x_rows`` of x."""
+    rows ``x_rows`` of x, which are bfloat16, or e4m3 in `fragment_order`.
+
+    A weight's next TILES tiles are decoded at once. If AHEAD, that is while those
+    before are multiplied.
+    """
+    FP8: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e4nv
     ROWS16: tl.constexpr = BLOCK_N // 16
-    TILES: tl.constexpr = (K + 63) // 64
-    MASKED: tl.constexpr = TILES % UNROLL != 0 or K % 64 != 0
-    base = expert.to(tl.int64) * (N // 16) * TILES
-    rows = tl.program_id(0) * ROWS16 + tl.arange(0, ROWS16)
-    tiles = rows[:, None] * TILES
+    ROW_TILES: tl.constexpr = (K + 63) // 64
+    MASKED: tl.constexpr = ROW_TILES % (UNROLL * TILES) != 0 or K % 64 != 0
+    base = expert.to(tl.int64) * (N // 16) * ROW_TILES
+    each = tl.arange(0, ROWS16 * TILES)
+    rows = tl.program_id(0) * ROWS16 + each // TILES
+    tiles = (rows * ROW_TILES + each % TILES)[:, None]
     words_ptrs = words_ptr + base * 128 + (tiles * 128 + tl.arange(0, 128))
     scales_ptrs = scales_ptr + base * 8 + (tiles * 8 + tl.arange(0, 8))
-    columns = tl.arange(0, 64)
+    columns = tl.arange(0, 64 * TILES)
     x_ptrs = x_ptr + (x_rows[None, :] * K + columns[:, None])
-    ends = tl.where(rows < N // 16, TILES, 0)[:, None]  # of rows of tiles
+    # Tiles of rows from each tile on
+    ends = tl.where(rows < N // 16, ROW_TILES - each % TILES, 0)[:, None]
     out = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for start in tl.range(0, TILES, UNROLL, num_stages=STAGES):
+    for start in tl.range(0, ROW_TILES, UNROLL * TILES, num_stages=STAGES):
         for part in tl.static_range(UNROLL):
-            tile = start + part
+            tile = start + part * TILES
             here = ends > 0
             inside = valid[None, :]
             if MASKED:
@@ -99,19 +114,25 @@ def multiply(
             words = tl.load(words_ptrs + tile * 128, here, 0)
             scales = tl.load(scales_ptrs + tile * 8, here, 0)
             x = tl.load(x_ptrs + tile * 64, inside, 0.0)
-            weight = decode_weights(words, scales, PTX)
+            if FP8:
+                weight = decode_fp8(words, scales, TILES, PTX)
+            else:
+                weight = decode_weights(words, scales, TILES, PTX)
             if PTX:
-                out = tl.dot(layout_barrier(weight), x, out)
+                if not FP8:
+                    weight = layout_barrier(weight)
+                out = tl.dot(weight, x, out)
             else:
                 out = tl.dot(weight, x.to(tl.float32), out, input_precision="ieee")
-        if PTX:
+        if PTX and not AHEAD:
             out = wait_for_wgmma(out)
-    return out * UNSHIFT
+    return out * (UNSHIFT_FP8 if FP8 and PTX else UNSHIFT)
 
 
 @triton.jit
 def multiply_block(
     x_ptr,
+    x_scales_ptr,
     words_ptr,
     scales_ptr,
     bias_ptr,
@@ -130,7 +151,10 @@ def multiply_block(
     BLOCK_T: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TILES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    HIDDEN_SCALE: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """BLOCK_N rows for the pairs from ``first`` to ``end`` or BLOCK_T of them."""
@@ -144,8 +168,10 @@ def multiply_block(
         scores = tl.load(scores_ptr + pairs, valid, 0).to(tl.float32)
     out = multiply(
         *(x_ptr, x_rows, valid, words_ptr, scales_ptr, expert),
-        *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, PTX),
+        *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, AHEAD, TILES, PTX),
     )
+    if x_scales_ptr is not None:
+        out *= tl.load(x_scales_ptr + x_rows, valid, 0)[None, :]
     if INTERLEAVED:
         # A tile's rows are 8 gates and their 8 ups; a thread has both of a unit.
         HALF: tl.constexpr = BLOCK_N // 2
@@ -158,13 +184,15 @@ def multiply_block(
         bias_ptrs = bias_ptr + expert * N + 2 * units
         gate += tl.load(bias_ptrs, inside, 0).to(tl.float32)[:, None]
         up += tl.load(bias_ptrs + 1, inside, 0).to(tl.float32)[:, None]
-        out = activate(gate, up, LIMIT, ALPHA)
+        out = activate(gate, up, LIMIT, ALPHA) * HIDDEN_SCALE
+        if out_ptr.dtype.element_ty == tl.float8e4nv:
+            out = fragment_order(out)
         ptrs = out_ptr + (positions.to(tl.int64)[None, :] * (N // 2) + units[:, None])
     else:
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = rows < N
         bias = tl.load(bias_ptr + expert * N + rows, inside, 0).to(tl.float32)
-        out = (out + bias[:, None]) * scores[None, :]
+        out = (out * (1 / HIDDEN_SCALE) + bias[:, None]) * scores[None, :]
         ptrs = out_ptr + (pairs.to(tl.int64)[None, :] * N + rows[:, None])
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(ptrs, out, valid[None, :] & inside[:, None])
@@ -173,6 +201,7 @@ def multiply_block(
 @triton.jit
 def experts_kernel(
     x_ptr,
+    x_scales_ptr,
     words_ptr,
     scales_ptr,
     bias_ptr,
@@ -191,7 +220,10 @@ def experts_kernel(
     WIDTHS: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TILES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    HIDDEN_SCALE: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -208,7 +240,8 @@ def experts_kernel(
     out[pair] = (weight[expert] @ x[position] + bias[expert]) * scores[pair]
 
     A block that is not full is padded to BLOCK_T, BLOCK_T / 2, … whichever is nearest
-    of WIDTHS such.
+    of WIDTHS such. In FP8 x has scales in the first half, one a token, and is times
+    HIDDEN_SCALE in the other.
     """
     pdl_wait(PDL)
     block = tl.program_id(1)
@@ -219,9 +252,10 @@ def experts_kernel(
     for level in tl.static_range(WIDTHS):
         if nearest(count, BLOCK_T >> level, level == WIDTHS - 1):
             multiply_block(
-                *(x_ptr, words_ptr, scales_ptr, bias_ptr, scores_ptr, pairs_ptr),
-                *(out_ptr, expert, first, end, LIMIT, ALPHA, TOP_K, N, K),
-                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, INTERLEAVED, PTX),
+                *(x_ptr, x_scales_ptr, words_ptr, scales_ptr, bias_ptr, scores_ptr),
+                *(pairs_ptr, out_ptr, expert, first, end, LIMIT, ALPHA, TOP_K, N, K),
+                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, AHEAD, TILES, INTERLEAVED),
+                *(HIDDEN_SCALE, PTX),
             )
 
 
@@ -234,6 +268,8 @@ class Tiling(NamedTuple):
     unroll: int = 1  # tiles of 64 columns between waits for the weights
     stages: int = 4  # of loads under way
     warps: int = 4
+    tiles: int = 1  # of 64 columns, that are decoded at once
+    ahead: bool = False  # decode while the weights before are multiplied
 
 
 SHORT = Tiling(rows=32, tokens=8, unroll=3, stages=4, warps=2)
@@ -260,60 +296,122 @@ TILINGS: tuple[tuple[float, float, Tiling, Tiling], ...] = (
 )
 
 
+# Where weights are decoded ahead, larger blocks are worth it: from WIDE_FROM pairs an
+# expert on, or FP8_WIDE_FROM if they are rounded. Such are those of experts with more
+# than FP8_PAIRS each (on an H200 at its power limit, 2026-11-30).
+WIDE_FROM, FP8_WIDE_FROM, FP8_PAIRS = 384, 192, 24
+WIDE_AHEAD = Tiling(rows=128, tokens=256, widths=4, stages=3, warps=8, ahead=True)
+FP8_WIDE = WIDE_AHEAD._replace(widths=5, tiles=2)
+FP8_AHEAD = Tiling(rows=128, tokens=128, widths=4, stages=3, tiles=2, ahead=True)
+FP8_TILING = FP8_AHEAD._replace(widths=3, ahead=False)
+
+
+@cache
+def decodes_ahead() -> bool:
+    """Whether wgmmas may be under way here while weights are decoded into registers.
+
+    The GPU has to be a Hopper, and the ptxas that Triton takes for it 13.3 or newer:
+    see `wait_for_wgmma`. Triton 3.9 has such a one.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    major, minor = (int(part) for part in get_ptxas(90).version.split(".")[:2])
+    return (major, minor) >= (13, 3)
+
+
 @lru_cache(8192)
-def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
+def tilings(
+    tokens: int, experts: int, top_k: int, fp8: bool = False
+) -> tuple[Tiling, Tiling]:
     """Good tilings of `gate_up` and `down`; both want blocks of the same size."""
     pairs = tokens * top_k
     used, mean = min(pairs, experts), pairs / experts
+    if fp8:
+        tiling = FP8_TILING
+        if decodes_ahead():
+            tiling = FP8_WIDE if mean >= FP8_WIDE_FROM else FP8_AHEAD
+        return tiling, tiling
+    if mean >= WIDE_FROM and decodes_ahead():
+        return WIDE_AHEAD, WIDE_AHEAD
     fits = ((up, back) for u, m, up, back in TILINGS if used <= u and mean <= m)
     return next(fits)
 
 
 @cache
-def experts_launcher(tiling: Tiling, half: ExpertSizes) -> Launcher:
+def experts_launcher(
+    tiling: Tiling, half: ExpertSizes, hidden_scale: float = 1.0
+) -> Launcher:
     """For one half of the experts in this tiling."""
     return launcher(
         experts_kernel,
         **half._asdict(),
+        HIDDEN_SCALE=hidden_scale,
         BLOCK_N=tiling.rows,
         BLOCK_T=tiling.tokens,
         WIDTHS=tiling.widths,
         UNROLL=tiling.unroll,
         STAGES=tiling.stages,
+        AHEAD=tiling.ahead,
+        TILES=tiling.tiles,
         num_warps=tiling.warps,
     )
 
 
-def gate_up(x: Tensor, mlp: Experts, order: ExpertBlocks, tiling: Tiling) -> Tensor:
+class Tokens(NamedTuple):
+    """The experts' input x [T, hidden], or that of their other half, [n, I]."""
+
+    values: Tensor  # in the model's dtype, or e4m3 in `fragment_order`
+    scales: Tensor | None = None  # float32 [T], of e4m3 tokens
+    hidden_scale: float = 1.0  # what the activations are multiplied by
+
+
+def round_tokens(x: Tensor, mlp: Experts) -> Tokens:
+    """``x`` in FP8, with a scale for each token.
+
+    Activations need none: limits bound them, and of these e4m3 keeps the same number of
+    bits from its largest number down to the 2^-14th part.
+    """
+    columns, bound = x.shape[1], mlp.limit * (mlp.limit + 1)
+    values = x.new_empty(x.shape, dtype=E4M3)
+    scales = x.new_empty(len(x), dtype=torch.float32)
+    start = round_launcher(columns, Rounding(columns, E4M3), fragments=True)
+    start((len(x), 1, 1), x, values, scales, x.stride(0), len(x))
+    scale = 2.0 ** math.floor(math.log2(LARGEST[E4M3] / bound))
+    return Tokens(values, scales, scale)
+
+
+def gate_up(x: Tokens, mlp: Experts, order: ExpertBlocks, tiling: Tiling) -> Tokens:
     """The activations of every pair: the first half of its expert's network.
 
     x [T, hidden] -> [n, I] in x's dtype, in this ``order``, whose blocks
     have tiling.tokens pairs. Padding's are not written.
     """
     weight = cast(Fragments, mlp.gate_up)
-    out = x.new_empty(order.pairs.shape[0], weight.shape[1] // 2)
+    out = x.values.new_empty(order.pairs.shape[0], weight.shape[1] // 2)
     multiply_pairs(out, x, weight, mlp.gate_up_bias, None, mlp, order, tiling)
-    return out
+    return Tokens(out, None, x.hidden_scale)
 
 
 def down(
-    hidden: Tensor, mlp: Experts, scores: Tensor, order: ExpertBlocks, tiling: Tiling
+    hidden: Tokens, mlp: Experts, scores: Tensor, order: ExpertBlocks, tiling: Tiling
 ) -> Tensor:
     """What each expert adds to each token: the other half, times the router's score.
 
-    hidden [n, I] from `gate_up`, scores [T, k] from `route` -> [T, k, hidden] in its
-    dtype; the token's sum is the caller's to take. What padding would get is not
-    written, and of other ranks' experts it is zeros.
+    hidden [n, I] from `gate_up`, scores [T, k] from `route` -> [T, k, hidden] in the
+    biases' dtype; the token's sum is the caller's to take. What padding would get is
+    not written, and of other ranks' experts it is zeros.
     """
-    weight = cast(Fragments, mlp.down)
-    out = room(mlp, hidden, *scores.shape, weight.shape[1])
-    multiply_pairs(out, hidden, weight, mlp.down_bias, scores, mlp, order, tiling)
+    weight, bias = cast(Fragments, mlp.down), cast(Tensor, mlp.down_bias)
+    out = room(mlp, bias, *scores.shape, weight.shape[1])
+    multiply_pairs(out, hidden, weight, bias, scores, mlp, order, tiling)
     return out
 
 
 def multiply_pairs(
     out: Tensor,
-    x: Tensor,
+    x: Tokens,
     weight: Fragments,
     bias: Tensor | None,
     scores: Tensor | None,
@@ -322,30 +420,41 @@ def multiply_pairs(
     tiling: Tiling,
 ) -> None:
     """One half of the experts: fill ``out``, interleaved if ``weight`` is."""
-    ptx = x.is_cuda and x.dtype == torch.bfloat16
-    start = experts_launcher(tiling, ExpertSizes.of(weight, mlp, ptx))
+    values = x.values
+    ptx = values.is_cuda and values.dtype in (torch.bfloat16, E4M3)
+    half = ExpertSizes.of(weight, mlp, ptx)
+    start = experts_launcher(tiling, half, x.hidden_scale)
     start(
         (-(-weight.shape[1] // tiling.rows), order.blocks.shape[0], 1),
-        *(x, weight.words, weight.scales, bias, scores, *order, out),
+        *(values, x.scales, weight.words, weight.scales, bias, scores, *order, out),
     )
 
 
 def experts(
-    x: Tensor, mlp: Experts, num_tokens: Tensor, *, batch_invariant: bool = False
+    x: Tensor,
+    mlp: Experts,
+    num_tokens: Tensor,
+    *,
+    batch_invariant: bool = False,
+    fp8: bool = False,
 ) -> Tensor:
     """What each chosen expert adds to each token: x [T, hidden] -> [T, k, hidden].
 
     Only the first ``num_tokens``, int32 [1], are no padding: no expert is read for the
     others, and nothing written. With ``batch_invariant`` no token's result depends on
-    the others.
+    the others. With ``fp8`` more than FP8_PAIRS tokens an expert, as those of prompts,
+    are rounded to e4m3, and so are their activations: of fewer, reading the weights
+    takes the time.
     """
     if x.shape[0] <= FEW_TOKENS and x.dtype == torch.bfloat16 and not batch_invariant:
         return experts_one(x, mlp, num_tokens)
     count, held = len(mlp.router), mlp.held
-    first, second = tilings(x.shape[0], count, mlp.top_k)
+    fp8 = fp8 and x.shape[0] * mlp.top_k > FP8_PAIRS * count
+    first, second = tilings(x.shape[0], count, mlp.top_k, fp8)
     router = mlp.router, mlp.router_bias, mlp.top_k
     ids, scores = route_tokens(x, *router, batch_invariant, mlp.normalized, held)
     others = len(held) < count
     pairs = sort_pairs(ids, len(held), first.tokens, num_tokens, others)
-    hidden = gate_up(x, mlp, pairs, first)
+    tokens = round_tokens(x, mlp) if fp8 else Tokens(x)
+    hidden = gate_up(tokens, mlp, pairs, first)
     return down(hidden, mlp, scores, pairs, second)

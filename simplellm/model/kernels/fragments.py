@@ -34,6 +34,13 @@ SECOND = tl.constexpr(0x9FCF9FCF)  # and what of its second word, shifted right 
 SHIFT = 8  # products are weights * 2^-SHIFT, so that scales up to 2^(1 + SHIFT) fit
 UNSHIFT = tl.constexpr(2.0**SHIFT)
 MAX_SCALE = 128 + SHIFT  # the largest e8m0 byte
+# e5m2 numbers keep 5 bits of bfloat16's exponent: those of 97 to 126 are 1 to 30, and
+# so 2^SHIFT_FP8 times what they were. A block's numbers have exponents from 1 below its
+# scale's to 2 above, all less by SHIFT.
+SHIFT_FP8 = 16
+UNSHIFT_FP8 = tl.constexpr(2.0 ** (SHIFT - SHIFT_FP8))
+SCALES_FP8 = 98 + SHIFT, 124 + SHIFT  # the e8m0 bytes for which that is so
+SIGN_BITS = 0x80808080  # of four numbers of 8 bits
 WORD = 0xFFFFFFFF
 
 
@@ -245,12 +252,13 @@ def unpack(fragments: Fragments) -> MXFP4:
     return MXFP4(blocks.contiguous(), scales.contiguous())
 
 
-def prepare(layer: Layer) -> Layer:
+def prepare(layer: Layer, fp8: bool = False) -> Layer:
     """``layer`` with its experts repacked, one at a time; what is dense stays as it is.
 
     What the kernels rely on is checked here and nowhere else. Raises TypeError unless
     the experts are MXFP4 with biases, or those of another family, and the other
-    matrices not MXFP4.
+    matrices not MXFP4; ValueError if the experts are to be multiplied in ``fp8``, and
+    it has no room for them.
     """
     attn, mlp = layer.attn, layer.mlp
     check_product(attn.qkv, attn.qkv_bias)
@@ -268,6 +276,8 @@ def prepare(layer: Layer) -> Layer:
     for weight, bias in (mlp.gate_up, mlp.gate_up_bias), (mlp.down, mlp.down_bias):
         if not isinstance(weight, MXFP4) or bias is None:
             raise TypeError("the experts are dense or without biases; expected MXFP4")
+        for expert in range(len(weight.scales) if fp8 else 0):
+            check_range(weight[expert])
         assert bias.shape == weight.shape[:2] and bias.is_contiguous()
         assert bias.dtype == mlp.router.dtype
     new: Any = {  # a layer's record does not know fragments
@@ -275,6 +285,19 @@ def prepare(layer: Layer) -> Layer:
         "down": repack(cast(MXFP4, mlp.down), interleaved=False),
     }
     return replace(layer, mlp=replace(mlp, **new))
+
+
+def check_range(weight: MXFP4) -> None:
+    """Raise ValueError if e5m2, as `decode_fp8` makes it, has no room for a number."""
+    used = weight.scales[((weight.blocks & 0x77) != 0).any(-1)]
+    least, most = SCALES_FP8
+    if used.numel() and not least <= used.min() <= used.max() <= most:
+        low, high = int(used.min()) - 127, int(used.max()) - 127
+        raise ValueError(
+            "moe_activation_dtype is 'fp8'; expected 'auto', since an expert's scales "
+            f"go from 2^{low} to 2^{high}, and FP8 has room from 2^{least - 127} to "
+            f"2^{most - 127}"
+        )
 
 
 def check_product(weight: Weight, bias: Tensor | None) -> None:
@@ -305,22 +328,29 @@ def decode_plain(words, scales):
     return out
 
 
-def decode_ptx() -> str:
-    """PTX for 16 bytes of a thread, words $16 to $19 with scales $20.
+def decode_ptx(fp8: bool = False) -> str:
+    """PTX for 16 bytes of a thread: words, then scales, behind the outputs.
 
     Register r of half h, two bfloat16 numbers, goes to output 2 * r + h. It is their
     product with a scale plus -0, since before Hopper GPUs have no product alone.
+
+    With ``fp8`` registers 2 * p and 2 * p + 1 together, four e5m2 numbers, go to output
+    2 * p + h. These have but 5 of the exponent's 8 bits, which are times 2^SHIFT_FP8.
     """
+    count = 8 if fp8 else 16
     lines = [
-        ".reg .b32 s, u, low, high, zero;",
+        ".reg .b32 s, u, low, high, zero, signs;",
         ".reg .b16 l, h;",
         f"mov.b32 zero, {MINUS_ZERO.value};",
     ]
+    if fp8:
+        lines.append(".reg .b32 x<8>;")
+    scales = f"${count + 4}"
     for half in range(2):
-        out = [f"${2 * r + half}" for r in range(8)]
-        first, second = f"${16 + 2 * half}", f"${17 + 2 * half}"
+        out = [f"x{r}" if fp8 else f"${2 * r + half}" for r in range(8)]
+        first, second = f"${count + 2 * half}", f"${count + 1 + 2 * half}"
         lines += [
-            f"shf.l.wrap.b32 s, $20, $20, {8 * half};",
+            f"shf.l.wrap.b32 s, {scales}, {scales}, {8 * half};",
             f"and.b32 s, s, {EXPONENTS.value};",
             "mov.b32 {l, h}, s;",
             "mov.b32 low, {l, l};",
@@ -342,17 +372,80 @@ def decode_ptx() -> str:
                 f"and.b32 {out[r]}, {out[r]}, {NUMBERS.value};",
                 f"fma.rn.bf16x2 {out[r]}, {out[r]}, {scale}, zero;",
             ]
+        for p in range(4 if fp8 else 0):
+            even, odd = out[2 * p : 2 * p + 2]
+            lines += [  # bytes of a sign, and of exponents and mantissas behind it
+                f"prmt.b32 signs, {even}, {odd}, 0x7531;",
+                f"shl.b32 {even}, {even}, 3;",
+                f"shl.b32 {odd}, {odd}, 3;",
+                f"prmt.b32 {even}, {even}, {odd}, 0x7531;",
+                f"lop3.b32 ${2 * p + half}, signs, {even}, {SIGN_BITS}, 0xE4;",
+            ]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 DECODE_PTX = tl.constexpr(decode_ptx())
+DECODE_FP8_PTX = tl.constexpr(decode_ptx(fp8=True))
 DECODE_OPERANDS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
+DECODE_FP8_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 
 @triton.jit
-def decode_weights(words, scales, PTX: tl.constexpr):
-    """int32 words [ROWS16, 128] and scales [ROWS16, 8] of tiles -> their weights
-    [16 * ROWS16, 64] times 2^-SHIFT, bfloat16 if PTX, else float32.
+def join_bits(r0, r1, r2, r3, r4, r5, r6, r7, TILES: tl.constexpr):
+    """Eight [R, 128] as one [R / TILES, TILES, g, t, 2, 2, 2, 2, 2]: of the last five
+    bits, two are of 128, and three of the eight."""
+    ROWS16: tl.constexpr = r0.shape[0]
+    low = tl.join(tl.join(r0, r1), tl.join(r2, r3))
+    high = tl.join(tl.join(r4, r5), tl.join(r6, r7))
+    shape: tl.constexpr = (ROWS16 // TILES, TILES, 8, 4, 2, 2, 2, 2, 2)
+    return tl.reshape(tl.join(low, high), shape)
+
+
+@triton.jit
+def decode_fp8(words, scales, TILES: tl.constexpr, PTX: tl.constexpr):
+    """`decode_weights` as e5m2 numbers if PTX, times 2^SHIFT_FP8, else float32.
+
+    Columns are in `fragment_order`, in which a thread has the four of a register that
+    tensor cores want of FP8: what `decode_weights` would give it, and no others.
+    """
+    ROWS16: tl.constexpr = words.shape[0]
+    if PTX:
+        s = tl.broadcast_to(scales[:, :, None], (ROWS16, 8, 16))
+        r0, r1, r2, r3, r4, r5, r6, r7 = tl.inline_asm_elementwise(
+            DECODE_FP8_PTX,
+            DECODE_FP8_OPERANDS,
+            [words, tl.reshape(s, words.shape)],
+            dtype=(tl.float8e5,) * 8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        r0, r1, r2, r3, r4, r5, r6, r7 = decode_plain(words, scales)
+    all = join_bits(r0, r1, r2, r3, r4, r5, r6, r7, TILES)
+    if PTX:  # they are c3 c0 half c4 c5, else half c0 c3 c4 c5
+        all = tl.permute(all, (0, 6, 2, 1, 8, 7, 3, 4, 5))
+    else:
+        all = tl.permute(all, (0, 4, 2, 1, 8, 7, 3, 6, 5))
+    return tl.reshape(all, (16 * ROWS16 // TILES, 64 * TILES))
+
+
+@triton.jit
+def fragment_order(x):
+    """x [K, T] for weights of `decode_fp8`, whose K columns are in its order.
+
+    Of the bits c4 to c0 of a column c1 and c2 move in front of c3. 32 divides K.
+    """
+    K: tl.constexpr = x.shape[0]
+    T: tl.constexpr = x.shape[1]
+    x = tl.permute(tl.reshape(x, (K // 32, 2, 2, 4, 2, T)), (0, 1, 3, 2, 4, 5))
+    return tl.reshape(x, (K, T))
+
+
+@triton.jit
+def decode_weights(words, scales, TILES: tl.constexpr, PTX: tl.constexpr):
+    """int32 words [R, 128] and scales [R, 8] of tiles, of which TILES follow each other
+    in a row -> their weights [16 * R / TILES, 64 * TILES] times 2^-SHIFT, bfloat16 if
+    PTX, else float32.
 
     The first four `registers` of a row are multiplied by the low half of its scales,
     the others by the high half.
@@ -370,14 +463,11 @@ def decode_weights(words, scales, PTX: tl.constexpr):
         )
     else:
         r0, r1, r2, r3, r4, r5, r6, r7 = decode_plain(words, scales)
-    low = tl.join(tl.join(r0, r1), tl.join(r2, r3))
-    high = tl.join(tl.join(r4, r5), tl.join(r6, r7))
-    all = tl.join(low, high)
-    # tile g t half c0 c3 c4 c5, where c are bits of the column, 2 * t between c0 and
-    # c3; each thread has all of half and c.
-    all = tl.reshape(all, (ROWS16, 8, 4, 2, 2, 2, 2, 2))
-    all = tl.permute(all, (0, 3, 1, 7, 6, 5, 2, 4))
-    return tl.reshape(all, (16 * ROWS16, 64))
+    all = join_bits(r0, r1, r2, r3, r4, r5, r6, r7, TILES)
+    # half c0 c3 c4 c5, where c are bits of the column, 2 * t between c0 and c3; each
+    # thread has all of half and c.
+    all = tl.permute(all, (0, 4, 2, 1, 8, 7, 6, 3, 5))
+    return tl.reshape(all, (16 * ROWS16 // TILES, 64 * TILES))
 
 
 @triton.jit

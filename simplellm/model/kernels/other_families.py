@@ -56,9 +56,9 @@ def rounded_norm(norm: Norm, weight: Weight) -> Any:
     return RoundedNorm(norm, rounding) if rounding else norm
 
 
-def prepare(layer: Layer) -> Layer:
+def prepare(layer: Layer, fp8: bool = False) -> Layer:
     """``layer`` as `fragments.prepare` has it, with norms that round where they can."""
-    layer = prepare_weights(layer)
+    layer = prepare_weights(layer, fp8)
     norms = {"attn_norm": rounded_norm(layer.attn_norm, layer.attn.qkv)}
     if isinstance(layer.mlp, Dense):
         norms["mlp_norm"] = rounded_norm(layer.mlp_norm, layer.mlp.gate_up)

@@ -25,6 +25,7 @@ from simplellm.checkpoint.scaled import (
     Scaled,
     multiply_tiles,
 )
+from simplellm.model.kernels.fragments import fragment_order
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 
 LOGGER = logging.getLogger("simplellm")
@@ -165,16 +166,20 @@ def round_kernel(
     COLUMNS: tl.constexpr,
     MOST: tl.constexpr,
     FLOOR: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a token: values [room, K] of 8 bits, scales float32 [C, room].
 
-    COLUMNS share a scale; a row, padded to BLOCK, is a multiple of them.
+    COLUMNS share a scale; a row, padded to BLOCK, is a multiple of them. If FRAGMENTS,
+    values are in `fragment_order`, for which that is 32 or more.
     """
     pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token * stride_x + columns, columns < K, 0).to(tl.float32)
+    if FRAGMENTS:
+        x = tl.reshape(fragment_order(tl.reshape(x, (BLOCK, 1))), (BLOCK,))
     store_rounded(x, token, 0, values_ptr, scales_ptr, room, K, COLUMNS, MOST, FLOOR)
 
 
@@ -190,12 +195,12 @@ def rounding_constants(
 
 
 @lru_cache(8192)
-def round_launcher(size: int, rounding: Rounding) -> Launcher:
-    """For inputs of ``size`` numbers."""
+def round_launcher(size: int, rounding: Rounding, fragments: bool = False) -> Launcher:
+    """For inputs of ``size`` numbers, left in the order of ``fragments``."""
     block = power_of_two(size)
     options = rounding_constants(block, size, rounding)
     warps = min(16, max(1, block // 512))
-    options |= {"BLOCK": block, "num_warps": warps}
+    options |= {"BLOCK": block, "FRAGMENTS": fragments, "num_warps": warps}
     return launcher(round_kernel, K=size, **options)
 
 

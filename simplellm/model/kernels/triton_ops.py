@@ -39,12 +39,14 @@ def triton_ops(
     max_num_seqs: int,
     device: torch.device,
     batch_invariant: bool = False,
+    fp8: bool = False,
 ) -> Ops:
     """The operations for models of this shape, with up to ``max_num_seqs`` decodes.
 
     `kernels.compiling` finds out which of them compile. With ``batch_invariant`` a
     token goes through the same kernels in the same way whatever else is in a step, so
-    that its hidden state and its logits have the same bits.
+    that its hidden state and its logits have the same bits. With ``fp8`` packed experts
+    round what they multiply.
     """
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     packed = any(form.is_mxfp4 for form in config.formats.values())
@@ -55,12 +57,12 @@ def triton_ops(
         project=partial(project, batch_invariant=batch_invariant),
         rope_and_cache=rope_and_cache,
         attend=attend_in(max_num_seqs, *heads, device, batch_invariant),
-        experts=partial(
-            packed_experts if packed else experts, batch_invariant=batch_invariant
-        ),
+        experts=partial(packed_experts, batch_invariant=batch_invariant, fp8=fp8)
+        if packed
+        else partial(experts, batch_invariant=batch_invariant),
         dense=partial(dense, batch_invariant=batch_invariant),
         head=partial(head, batch_invariant=batch_invariant),
         draw=draw,
         penalize=penalize,
-        prepare=prepare,
+        prepare=partial(prepare, fp8=fp8),
     )
