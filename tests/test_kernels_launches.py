@@ -20,7 +20,7 @@ from simplellm.checkpoint.families import FAMILIES
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.checkpoint.formats import SCHEMES, SQUARES, formats, read_quantization
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.engine.graphs import MIXED_SIZES, CaptureShape
+from simplellm.engine.graphs import MIXED_SIZES, CaptureShape, bucket_sizes
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.warmup import (
@@ -29,9 +29,12 @@ from simplellm.engine.warmup import (
     dummy_run_experts,
     dummy_sampler_run,
     one_of_each,
+    prompt_lengths,
 )
 from simplellm.model.build import build
 from simplellm.model.kernels import decode, fragments
+from simplellm.model.kernels import experts as kernels
+from simplellm.model.kernels.experts import Tiling
 from simplellm.model.kernels.fragments import Fragments
 from simplellm.model.kernels.launch import Launcher
 from simplellm.model.kernels.triton_ops import triton_ops
@@ -184,6 +187,25 @@ def test_other_experts_get_what_they_ask_for(
     assert {"grouped_kernel", "round_kernel", "top_k_kernel"} <= set(launched)
     assert batch_invariant != ("few_kernel" in launched)
     assert not {name for name in launched if name.startswith("experts")}
+
+
+@pytest.mark.parametrize("experts", [32, 128])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("budget", [512, 2048, 8192, 32768])
+def test_a_step_needs_no_tiling_that_was_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, budget: int, fp8: bool, experts: int
+) -> None:
+    monkeypatch.setattr(kernels, "decodes_ahead", lambda: True)
+
+    def tiling(tokens: int) -> Tiling:
+        rounded = fp8 and tokens * 4 > kernels.FP8_PAIRS * experts
+        return kernels.tilings.__wrapped__(tokens, experts, 4, rounded)[0]
+
+    sizes = [*prompt_lengths(budget), *bucket_sizes(256)]
+    sizes += [size for size in MIXED_SIZES if size <= budget]
+    compiled = {tiling(size) for size in sizes}
+    for tokens in range(5, budget + 1):
+        assert tiling(tokens) in compiled, tokens
 
 
 def test_a_stand_in_has_a_layer_of_each_kind() -> None:

@@ -74,6 +74,11 @@ def dummy_sampler_run(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     ops.draw(logits, runner.sampled_tokens[:1], *how)
 
 
+def prompt_lengths(budget: int) -> list[int]:
+    """Of prompts to compute beforehand, where a step has up to ``budget`` tokens."""
+    return [budget, *(length for length in PROMPTS if length < budget)]
+
+
 def one_of_each(model: ModelConfig) -> ModelConfig:
     """A model that has one layer of each kind that ``model`` has.
 
@@ -125,7 +130,7 @@ def warm_up(
     budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
     # Prompts first: their kernels take the longest. And what takes the longest of all
     # begins at once, by itself.
-    prompts = [min(size, budget) for size in PROMPTS]
+    prompts = prompt_lengths(budget)
     shapes = [CaptureShape(size, 0, 1) for size in prompts]
     shapes += [CaptureShape.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
     shapes += [CaptureShape(size, size) for size in bucket_sizes(seqs)]
