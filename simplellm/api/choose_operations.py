@@ -19,6 +19,7 @@ from simplellm.model.machine import capability, why_not_triton
 from simplellm.model.ops import Ops
 from simplellm.model.ops_numpy import is_small
 
+MOST_LIMIT = 20  # of activations that FP8 has room for without scales of their own
 FP8_GPU = (8, 9)  # compute capability: the first whose instructions know e4m3
 
 
@@ -60,7 +61,7 @@ def choose_operations(
     ok = backend == "auto" or why is None
     expect(ok, "attention_backend", backend, f"'auto', since {why}")
     if config.moe_activation_dtype == "fp8":
-        why = why_not_rounded(config, packed, reason, device)
+        why = why_not_rounded(config, model, packed, reason, device)
         expect(why is None, "moe_activation_dtype", "fp8", f"'auto', since {why}")
     if reason is None:
         return "fused", "Triton kernels"
@@ -77,7 +78,11 @@ def choose_operations(
 
 
 def why_not_rounded(
-    config: EngineConfig, packed: bool, reason: str | None, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    packed: bool,
+    reason: str | None,
+    device: torch.device,
 ) -> str | None:
     """Why experts cannot be multiplied in FP8, None if they can.
 
@@ -87,6 +92,8 @@ def why_not_rounded(
         return "the experts are not MXFP4"
     if config.batch_invariant:
         return "batch_invariant is True, and how many tokens there are decides"
+    if model.swiglu_limit > MOST_LIMIT:
+        return f"swiglu_limit is {model.swiglu_limit}, above {MOST_LIMIT}"
     if reason is None and device.type == "cuda" and capability(device) < FP8_GPU:
         return f"the GPU's compute capability is {capability(device)}, below {FP8_GPU}"
     return reason
