@@ -120,7 +120,7 @@ def test_answer_and_reasoning_go_apart(scripted, capsys):
     assert capsys.readouterr() == ("47 + 85 = 132\n", "7+5=12\n")
     assert llm.seen == [[{"role": "user", "content": "What is 47 + 85?"}]]
     assert llm.options == {
-        "reasoning_effort": "medium",
+        "reasoning_effort": None,
         "tools": None,
         "temperature": 0.0,
         "seed": 3,

@@ -133,7 +133,7 @@ def answer_question(
         ),
     ] = "",
     model: options.ModelFolder = None,
-    reasoning_effort: options.Effort = "medium",
+    reasoning_effort: options.Effort = None,
     developer: options.Developer = None,
     calculator: options.Calculator = False,
     temperature: options.Temperature = None,
@@ -163,7 +163,7 @@ def answer_question(
 def hold_chat(
     ctx: typer.Context,
     model: options.ModelArgument = None,
-    reasoning_effort: options.Effort = "medium",
+    reasoning_effort: options.Effort = None,
     developer: options.Developer = None,
     calculator: options.Calculator = False,
     temperature: options.Temperature = None,

@@ -38,7 +38,8 @@ Yes = Annotated[
     bool, typer.Option("--yes", help="Install a model's package without asking.")
 ]
 Effort = Annotated[
-    Literal["low", "medium", "high"], typer.Option(help="How long to think.")
+    Literal["low", "medium", "high"] | None,
+    typer.Option(help="How long to think.  [medium, if the model knows efforts]"),
 ]
 Developer = Annotated[str | None, typer.Option(help="Instructions for the model.")]
 Calculator = Annotated[
