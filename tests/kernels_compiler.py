@@ -121,10 +121,10 @@ def machine_loops(compiled) -> list[list[str]]:
 def overwritten(code: list[str]) -> list[str]:
     """The instructions that write what a wgmma under way has yet to read.
 
-    It reads its left operand, 4 registers, until a wait for its group. The last group
-    ends with the last wgmma that names a barrier.
+    It reads its left operand, four registers, until a wait for its group. One with
+    "gsb0" is the last of its group.
     """
-    under_way: list[set[int]] = [set()]  # by groups; the last is not yet full
+    under_way: list[set[int]] = [set()]  # by groups; the last may not be full
     found = []
     for line in code:
         name, _, operands = line.partition(" ")
@@ -136,11 +136,11 @@ def overwritten(code: list[str]) -> list[str]:
                 under_way.append(set())
         elif name.startswith("WARPGROUP.DEPBAR"):
             pending = int(operands.rpartition(",")[2], 16)
-            done = max(0, len(under_way) - 1 - pending)
-            under_way = [*under_way[done:-1], set()]
-        elif first := re.match(r"R(\d+)\b", operands):
-            wide = re.search(r"\.(64|128|WIDE)\b", name)
-            size = {"64": 2, "128": 4, "WIDE": 2}[wide[1]] if wide else 1
+            under_way = under_way[max(0, len(under_way) - 1 - pending) :]
+        elif first := re.match(r"(?:U?PT?\d*, )*R(\d+)\b", operands):
+            wide = re.search(r"\.(64|128|WIDE|M88\.2|M88\.4)\b", name)
+            sizes = {"64": 2, "128": 4, "WIDE": 2, "M88.2": 2, "M88.4": 4}
+            size = sizes[wide[1]] if wide else 1 + (name == "CS2R")
             written = set(range(int(first[1]), int(first[1]) + size))
             if written & set().union(*under_way):
                 found.append(line)

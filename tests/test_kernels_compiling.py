@@ -32,6 +32,7 @@ from simplellm.model.kernels.compiling import (
     compile_kernels,
     hash_kernels,
 )
+from simplellm.model.kernels.other_families import prepare
 from simplellm.model.kernels.rounding import Rounded, RoundedNorm, Rounding
 from simplellm.model.layers import Dense
 from simplellm.model.ops import PLAIN, Ops
@@ -314,6 +315,7 @@ def test_what_does_not_compile_gives_way_to_the_plain_operation(
 def test_where_one_operation_is_plain_nothing_is_rounded_ahead(name: str) -> None:
     """Neither in the trial, nor in the model that is loaded afterwards."""
     ops = broken_ops(RuntimeError("PassManager::run failed"), name)
+    ops = replace(ops, prepare=partial(prepare, fp8=True))
     weight = Scaled.of(torch.ones(8, 3), (1, 0), torch.int8, True)
     norm = RoundedNorm(torch.ones(3), Rounding(3, torch.int8))
     x = torch.ones(2, 3)
@@ -336,7 +338,9 @@ def test_where_one_operation_is_plain_nothing_is_rounded_ahead(name: str) -> Non
     plain = getattr(PLAIN, name)(*expected[name])
     torch.testing.assert_close(found, [plain])
     assert getattr(table, name) is getattr(PLAIN, name)
-    assert table.prepare is fragments.prepare
+    assert isinstance(table.prepare, partial)
+    assert table.prepare.func is fragments.prepare
+    assert table.prepare.keywords == {"fp8": True}  # and what that checks, is checked
 
 
 def test_what_compiles_stays(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,10 +18,11 @@ from simplellm.model import feed_forward, ops
 from simplellm.model.kernels import experts as kernels
 from simplellm.model.kernels.experts import (
     FP8_AHEAD,
-    FP8_TILING,
+    FP8_WAITING,
     FP8_WIDE,
     MIDDLE,
     TILINGS,
+    WIDE_AHEAD,
     Tiling,
     Tokens,
     down,
@@ -30,7 +31,7 @@ from simplellm.model.kernels.experts import (
     round_tokens,
     tilings,
 )
-from simplellm.model.kernels.fragments import prepare, repack
+from simplellm.model.kernels.fragments import hidden_scale, prepare, repack
 from simplellm.model.layers import Attention, Dense, Layer
 
 HIDDEN, INTERMEDIATE = 96, 64
@@ -80,6 +81,32 @@ def test_scales_that_fp8_has_no_room_for_are_refused():
         prepare(make_layer(mlp), fp8=True)
     mlp.down.blocks[2, 3, 1] &= 0x88  # zeros may have any
     prepare(make_layer(mlp), fp8=True)
+    mlp.gate_up.scales[1, 2, 0] = 132
+    prepare(make_layer(mlp), fp8=True)
+    mlp.gate_up.scales[1, 2, 0] = 133
+    with pytest.raises(ValueError, match=r"to 2\^6, and FP8 has room"):
+        prepare(make_layer(mlp), fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "alpha", "scale"),
+    [(7.0, 1.702, 8), (20.6, 1.702, 1), (0.01, 1.702, 2048), (7.0, 0.01, 2)],
+)
+def test_activations_have_room_in_fp8(limit, alpha, scale):
+    mlp = replace(random_experts("cpu", 32, 32), limit=limit, alpha=alpha)
+    assert hidden_scale(mlp) == scale
+    gate, up = torch.linspace(-1000, 1000, 5001), torch.full([5001], 1e9)
+    both = torch.stack([gate, up], -1)
+    largest = feed_forward.swiglu(both, limit, alpha).abs().max() * scale
+    assert 448 / 4 < largest <= 448
+
+
+@pytest.mark.parametrize(("limit", "alpha"), [(21.0, 1.702), (7.0, 1e-6), (1e-9, 1e9)])
+def test_activations_without_room_in_fp8_are_refused(limit, alpha):
+    mlp = replace(random_experts("cpu", 32, 32), limit=limit, alpha=alpha)
+    with pytest.raises(ValueError, match=r"moe_activation_dtype.*swiglu_limit"):
+        prepare(make_layer(mlp), fp8=True)
+    prepare(make_layer(mlp))
 
 
 def test_rows_must_fill_tiles():
@@ -98,6 +125,36 @@ def test_experts_are_the_plain_ones(kernel_device, tokens, invariant):
     parts = experts(x, repacked(mlp), num_tokens, batch_invariant=invariant)
     assert parts.shape == (tokens, mlp.top_k, HIDDEN)
     torch.testing.assert_close(parts.sum(1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("hidden", [96, 736])
+@pytest.mark.parametrize("held", [range(5), range(1, 4)])
+def test_many_tokens_are_multiplied_in_fp8_if_asked_for(kernel_device, hidden, held):
+    """Of several experts, or of those that a rank holds; few stay as they are."""
+    mlp = random_experts(kernel_device, hidden, INTERMEDIATE)
+    parts = {  # of the others' too
+        name: getattr(mlp, name)[held.start : held.stop]
+        for name in ("gate_up", "gate_up_bias", "down", "down_bias")
+    }
+    mlp = repacked(replace(mlp, **parts, first=held.start))
+    torch.manual_seed(0)
+    x = torch.randn(150, hidden).to(kernel_device)
+    x[7], x[9] = 0, torch.nan
+
+    def result(rows: slice, fp8: bool) -> torch.Tensor:
+        num_tokens = number(len(x[rows]) - 5, kernel_device)  # and padding
+        return experts(x[rows], mlp, num_tokens, fp8=fp8)[:-5]
+
+    few = slice(0, 120)  # 48 for each of five experts
+    torch.testing.assert_close(
+        result(few, True), result(few, False), rtol=0, atol=0, equal_nan=True
+    )
+    rounded, exact = result(slice(0, 150), True), result(slice(0, 150), False)
+    assert torch.equal(rounded[9].isnan(), exact[9].isnan())
+    rest = torch.arange(len(exact)) != 9
+    rounded, exact = rounded[rest].float(), exact[rest].float()
+    error = (rounded - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.08
 
 
 def test_padding_changes_nothing(kernel_device):
@@ -172,6 +229,11 @@ def test_assembly_decodes_as_plain_operations_do(tiling):
     torch.testing.assert_close(found, plain, rtol=2**-7, atol=1e-4)
 
 
+def skip_unless_safe(tiling: Tiling, device: str) -> None:
+    if device == "cuda" and tiling.ahead and not kernels.decodes_ahead():
+        pytest.skip("the assembler would overwrite what is under way")
+
+
 def in_order(values: torch.Tensor) -> torch.Tensor:
     """e4m3 numbers [n, K] in `fragment_order`, as float32 in the order of columns."""
     place = torch.arange(values.shape[1], device=values.device)
@@ -182,7 +244,7 @@ def in_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_tokens_are_rounded_with_a_scale_each(kernel_device):
-    mlp, x, *_ = halves(kernel_device, 19, FP8_TILING)
+    mlp, x, *_ = halves(kernel_device, 19, FP8_WAITING)
     x[3] *= 1000
     tokens = round_tokens(x, mlp)
     assert tokens.scales is not None and tokens.hidden_scale == 8
@@ -191,15 +253,14 @@ def test_tokens_are_rounded_with_a_scale_each(kernel_device):
     torch.testing.assert_close(rounded.abs().amax(1), x.abs().amax(1))
 
 
-@pytest.mark.parametrize("tiling", [FP8_TILING, FP8_AHEAD, FP8_WIDE])
+@pytest.mark.parametrize("tiling", [FP8_WAITING, FP8_AHEAD, FP8_WIDE])
 @pytest.mark.parametrize("tokens", [1, 19, 150])
 def test_each_half_in_fp8_is_the_plain_one_of_rounded_numbers(
     kernel_device, tokens, tiling
 ):
     """Between the halves e4m3 rounds once more. Tensor cores add up with 14 bits."""
     on_gpu = kernel_device == "cuda"
-    if on_gpu and tiling.ahead and not kernels.decodes_ahead():
-        pytest.skip("the assembler would overwrite what is under way")
+    skip_unless_safe(tiling, kernel_device)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     mlp, x, ids, scores, pairs = halves(kernel_device, tokens, tiling, dtype)
     ready, order = repacked(mlp), pairs.pairs.long()
@@ -224,9 +285,10 @@ def test_each_half_in_fp8_is_the_plain_one_of_rounded_numbers(
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("tiling", [SOME_TILINGS[0], MIDDLE])
+@pytest.mark.parametrize("tiling", [SOME_TILINGS[0], MIDDLE, WIDE_AHEAD])
 def test_pairs_of_other_tokens_do_not_matter(kernel_device, tiling):
     """A token's result has the same bits alone and in a crowd."""
+    skip_unless_safe(tiling, kernel_device)
     mlp, x, ids, scores, _ = halves(kernel_device, 150, tiling)
     mlp = repacked(mlp)
 
@@ -284,14 +346,20 @@ def test_where_weights_may_be_decoded_ahead(monkeypatch, capability, version, ah
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
     tool = SimpleNamespace(version=version)
     monkeypatch.setattr(compiler, "get_ptxas", lambda arch: tool)
+    monkeypatch.setattr(kernels, "assembler", kernels.assembler.__wrapped__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert kernels.decodes_ahead.__wrapped__() == ahead
 
 
 def test_blocks_are_of_sizes_that_can_be_sorted():
-    for *_, up, back in TILINGS:
-        assert all(tiling.tokens.bit_count() == 1 for tiling in (up, back))
+    more = [WIDE_AHEAD, FP8_AHEAD, FP8_WAITING, FP8_WIDE]
+    for tiling in [
+        *more,
+        *(tiling for *_, up, back in TILINGS for tiling in (up, back)),
+    ]:
+        assert tiling.tokens.bit_count() == 1
+        assert tiling.tokens >> (tiling.widths - 1) >= 8
 
 
 def make_layer(mlp):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 pytest.importorskip("triton")
+from simplellm.api import choose_operations
 from simplellm.base.config import EngineConfig, ModelConfig
 from simplellm.checkpoint.checkpoint import RandomCheckpoint
 from simplellm.checkpoint.families import FAMILIES
@@ -39,6 +40,7 @@ from simplellm.model.kernels.fragments import Fragments
 from simplellm.model.kernels.launch import Launcher
 from simplellm.model.kernels.triton_ops import triton_ops
 from simplellm.model.kv_pool import KVPool
+from simplellm.model.ops import PLAIN
 
 CPU = torch.device("cpu")
 GPT_OSS = replace(
@@ -143,11 +145,10 @@ MOE = replace(
 )
 
 
-def rehearsed(config: ModelConfig, batch_invariant: bool) -> None:
+def rehearsed(config: ModelConfig, batch_invariant: bool, fp8: bool = False) -> None:
     """Decodes and prompts of the sizes that choose among kernels."""
-    ops = triton_ops(
-        config, max_num_seqs=64, device=CPU, batch_invariant=batch_invariant
-    )
+    options = {"batch_invariant": batch_invariant, "fp8": fp8}
+    ops = triton_ops(config, max_num_seqs=64, device=CPU, **options)
     source = RandomCheckpoint(config, dtype=torch.bfloat16)
     model = build(config, source.__getitem__, ops)
     pool = KVPool(config, 4, 64, torch.bfloat16, CPU)
@@ -177,6 +178,24 @@ def test_kernels_get_what_they_ask_for(
     assert seen >= OWN[name]
     assert batch_invariant or "decode_kernel" in seen
     assert batch_invariant or name != "gpt-oss" or "experts_one_kernel" in seen
+
+
+def test_experts_in_fp8_get_what_they_ask_for(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine's operations that were asked for it."""
+    rehearsed(GPT_OSS, False, fp8=True)
+    assert {"round_kernel", "experts_kernel", "experts_one_kernel"} <= set(launched)
+
+    config = EngineConfig(moe_activation_dtype="fp8", attention_backend="triton_attn")
+    asked = GPT_OSS, config.resolved("cpu"), torch.bfloat16, CPU
+    monkeypatch.setattr(choose_operations, "warm_up", lambda ops, *others: ops)
+    ops: Any = choose_operations.fused_operations(*asked)
+    assert ops.experts.keywords["fp8"] and ops.prepare.keywords["fp8"]
+    broken = replace(ops, experts=PLAIN.experts)
+    monkeypatch.setattr(choose_operations, "warm_up", lambda ops, *others: broken)
+    with pytest.raises(ValueError, match=r"fp8'.*the experts do not compile"):
+        choose_operations.fused_operations(*asked)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -36,8 +36,9 @@ def versions(*packages: str) -> dict[str, str | None]:
     numbers["cuda"] = torch.version.cuda  # None where PyTorch has no CUDA
     with suppress(ImportError):
         from triton import __version__ as triton
+        from triton.backends.nvidia.compiler import get_ptxas
 
-        numbers["triton"] = triton
+        numbers |= {"triton": triton, "ptxas": get_ptxas(90).version}
     return numbers
 
 

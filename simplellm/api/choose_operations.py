@@ -16,10 +16,9 @@ from simplellm.checkpoint.int4 import has_int4_product
 from simplellm.checkpoint.source import Source
 from simplellm.engine.warmup import warm_up
 from simplellm.model.machine import capability, why_not_triton
-from simplellm.model.ops import Ops
+from simplellm.model.ops import PLAIN, Ops
 from simplellm.model.ops_numpy import is_small
 
-MOST_LIMIT = 20  # of activations that FP8 has room for without scales of their own
 FP8_GPU = (8, 9)  # compute capability: the first whose instructions know e4m3
 
 
@@ -61,7 +60,7 @@ def choose_operations(
     ok = backend == "auto" or why is None
     expect(ok, "attention_backend", backend, f"'auto', since {why}")
     if config.moe_activation_dtype == "fp8":
-        why = why_not_rounded(config, model, packed, reason, device)
+        why = why_not_rounded(config, model, reason, device)
         expect(why is None, "moe_activation_dtype", "fp8", f"'auto', since {why}")
     if reason is None:
         return "fused", "Triton kernels"
@@ -80,20 +79,17 @@ def choose_operations(
 def why_not_rounded(
     config: EngineConfig,
     model: ModelConfig,
-    packed: bool,
     reason: str | None,
     device: torch.device,
 ) -> str | None:
     """Why experts cannot be multiplied in FP8, None if they can.
 
-    ``packed`` says that they are MXFP4, ``reason`` why there are no Triton kernels.
+    ``reason`` says why there are no Triton kernels.
     """
-    if not packed:
-        return "the experts are not MXFP4"
+    if not any(form.is_mxfp4 for form in model.formats.values()):
+        return "there are no experts in MXFP4"
     if config.batch_invariant:
         return "batch_invariant is True, and how many tokens there are decides"
-    if model.swiglu_limit > MOST_LIMIT:
-        return f"swiglu_limit is {model.swiglu_limit}, above {MOST_LIMIT}"
     if reason is None and device.type == "cuda" and capability(device) < FP8_GPU:
         return f"the GPU's compute capability is {capability(device)}, below {FP8_GPU}"
     return reason
@@ -113,6 +109,9 @@ def fused_operations(
         fp8=config.moe_activation_dtype == "fp8",
     )
     ops = warm_up(ops, model, config, dtype, device)
+    expected = "'auto', since the kernels of the experts do not compile (see the log)"
+    ok = config.moe_activation_dtype == "auto" or ops.experts is not PLAIN.experts
+    expect(ok, "moe_activation_dtype", config.moe_activation_dtype, expected)
     return replace(ops, attend=choose_attend(ops.attend, model, config, dtype, device))
 
 

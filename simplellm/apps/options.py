@@ -125,8 +125,8 @@ KVCacheDType = Annotated[
 MoEActivationDType = Annotated[
     Literal["auto", "fp8"],
     typer.Option(
-        help="Number format of what MXFP4 experts multiply in prompts. fp8: faster, "
-        "and a little less exact."
+        help="Number format of what MXFP4 experts multiply where each has many tokens, "
+        "as in prompts. fp8: faster, and a little less exact."
     ),
 ]
 DType = Annotated[

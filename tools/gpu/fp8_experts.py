@@ -10,6 +10,7 @@ along answers that it gives in bfloat16, and of held-out problems.
 
 import gc
 import sys
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -29,10 +30,9 @@ from simplellm.model.kernels.experts import decodes_ahead
 
 Kind = Literal["auto", "fp8"]
 KINDS: tuple[Kind, ...] = ("auto", "fp8")
-BUDGETS = 8192, 16384, 32768  # tokens of a step
 PREFILL = 32, 2048
 FIRST = 2048  # tokens of a prompt that comes alone
-PROBLEMS, TEXTS, EFFORT = 1000, 60, "high"
+PROBLEMS, TEXTS, GROUPS, EFFORT = 1000, 60, 6, "high"
 CACHE = 8 * 10**9  # bytes
 
 
@@ -72,8 +72,10 @@ def embedded(
         if not texts:
             prompts = [ask(one, EFFORT, llm.tokenizer, []) for one in problems[:TEXTS]]
             outputs = llm.generate(prompts, temperature=0, max_tokens=300).result()
-            new = [one.token_ids for one in outputs]
-            texts += [[*old, *more] for old, more in zip(prompts, new, strict=True)]
+            said = zip(prompts, (one.token_ids for one in outputs), strict=True)
+            each = [[*prompt, *answer] for prompt, answer in said]
+            # Several together, or an expert has too few tokens to be rounded.
+            texts += [[*chain(*each[n::GROUPS])] for n in range(GROUPS)]
         logits = [llm.model.logits(text).float().cpu() for text in texts]
     right, of = (sum(row[key] for row in table.values()) for key in ("right", "of"))
     return {"moe_activation_dtype": kind, "right": right, "of": of}, logits
@@ -92,6 +94,7 @@ def distance(exact: list[Tensor], found: list[Tensor]) -> dict[str, float]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--model", default="gpt-oss-120b")
+    parser.add_argument("--budgets", default="8192,16384", help="tokens of a step")
     options = parser.parse_args()
     record = {"label": "experts of prompts in bfloat16 and in FP8", **header()}
     record |= {"model": options.model, "decodes_ahead": decodes_ahead()}
@@ -102,7 +105,7 @@ def main() -> None:
     for row in record["embedded"]:
         print(row, flush=True)
     rows = record["rows"] = []
-    for budget in BUDGETS:
+    for budget in map(int, options.budgets.split(",")):
         for kind in KINDS:
             row = speed(options.model, kind, budget)
             rows.append(row)

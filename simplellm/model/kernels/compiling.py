@@ -227,5 +227,6 @@ def compile_kernels(
     # Plain experts read the checkpoint's layout; others' inputs are not rounded ahead.
     plain = {*broken, "prepare"} if "experts" in broken else {*broken}
     if plain & {"add_norm", "project", "dense"}:
-        ops = replace(ops, prepare=prepare_weights)
+        options = getattr(ops.prepare, "keywords", {})
+        ops = replace(ops, prepare=partial(prepare_weights, **options))
     return replace(ops, **{name: getattr(PLAIN, name) for name in plain})

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.checkpoint.scaled import E4M3, LARGEST
+from simplellm.checkpoint.scaled import E4M3
 from simplellm.model.kernels.expert_blocks import ExpertBlocks, nearest
 from simplellm.model.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.model.kernels.fragments import (
@@ -30,6 +30,7 @@ from simplellm.model.kernels.fragments import (
     decode_fp8,
     decode_weights,
     fragment_order,
+    hidden_scale,
 )
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
 from simplellm.model.kernels.rounding import Rounding, round_launcher
@@ -83,7 +84,7 @@ def multiply(
     PTX: tl.constexpr,
 ):
     """float32 [BLOCK_N, BLOCK_T]: this program's rows of the expert's weight times the
-    rows ``x_rows`` of x, which are bfloat16, or e4m3 in `fragment_order`.
+    rows ``x_rows`` of x, which are ordinary numbers, or e4m3 in `fragment_order`.
 
     A weight's next TILES tiles are decoded at once. If AHEAD, that is while those
     before are multiplied.
@@ -100,7 +101,7 @@ def multiply(
     scales_ptrs = scales_ptr + base * 8 + (tiles * 8 + tl.arange(0, 8))
     columns = tl.arange(0, 64 * TILES)
     x_ptrs = x_ptr + (x_rows[None, :] * K + columns[:, None])
-    # Tiles of rows from each tile on
+    # How many tiles each one's row has from it on
     ends = tl.where(rows < N // 16, ROW_TILES - each % TILES, 0)[:, None]
     out = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for start in tl.range(0, ROW_TILES, UNROLL * TILES, num_stages=STAGES):
@@ -265,11 +266,11 @@ class Tiling(NamedTuple):
     rows: int  # of weights a program
     tokens: int  # of a block, `sort_pairs`'s ``block``
     widths: int = 1  # sizes that a block is padded to: tokens, tokens / 2, …
-    unroll: int = 1  # tiles of 64 columns between waits for the weights
+    unroll: int = 1  # times that it decodes before it waits for the products
     stages: int = 4  # of loads under way
     warps: int = 4
-    tiles: int = 1  # of 64 columns, that are decoded at once
-    ahead: bool = False  # decode while the weights before are multiplied
+    tiles: int = 1  # of 64 columns, that it decodes at once
+    ahead: bool = False  # never waits: decodes while the weights before are multiplied
 
 
 SHORT = Tiling(rows=32, tokens=8, unroll=3, stages=4, warps=2)
@@ -296,14 +297,24 @@ TILINGS: tuple[tuple[float, float, Tiling, Tiling], ...] = (
 )
 
 
-# Where weights are decoded ahead, larger blocks are worth it: from WIDE_FROM pairs an
-# expert on, or FP8_WIDE_FROM if they are rounded. Such are those of experts with more
-# than FP8_PAIRS each (on an H200 at its power limit, 2026-11-30).
-WIDE_FROM, FP8_WIDE_FROM, FP8_PAIRS = 384, 192, 24
+# Pairs an expert from which on a way is the fastest, on an H200 at its power limit on
+# 2026-11-30. Where weights are decoded ahead, a block may have 256.
+WIDE_FROM = 384  # WIDE_AHEAD
+FP8_PAIRS = 48  # those that are rounded
+FP8_WIDE_FROM = 192  # FP8_WIDE, before it FP8_AHEAD; FP8_WAITING where none are ahead
 WIDE_AHEAD = Tiling(rows=128, tokens=256, widths=4, stages=3, warps=8, ahead=True)
 FP8_WIDE = WIDE_AHEAD._replace(widths=5, tiles=2)
 FP8_AHEAD = Tiling(rows=128, tokens=128, widths=4, stages=3, tiles=2, ahead=True)
-FP8_TILING = FP8_AHEAD._replace(widths=3, ahead=False)
+FP8_WAITING = FP8_AHEAD._replace(widths=3, ahead=False)
+
+
+@cache
+def assembler() -> tuple[int, int]:
+    """The version of the ptxas that Triton takes for a Hopper GPU."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    major, minor = get_ptxas(90).version.split(".")[:2]
+    return int(major), int(minor)
 
 
 @cache
@@ -315,10 +326,7 @@ def decodes_ahead() -> bool:
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    major, minor = (int(part) for part in get_ptxas(90).version.split(".")[:2])
-    return (major, minor) >= (13, 3)
+    return assembler() >= (13, 3)
 
 
 @lru_cache(8192)
@@ -329,7 +337,7 @@ def tilings(
     pairs = tokens * top_k
     used, mean = min(pairs, experts), pairs / experts
     if fp8:
-        tiling = FP8_TILING
+        tiling = FP8_WAITING
         if decodes_ahead():
             tiling = FP8_WIDE if mean >= FP8_WIDE_FROM else FP8_AHEAD
         return tiling, tiling
@@ -373,13 +381,12 @@ def round_tokens(x: Tensor, mlp: Experts) -> Tokens:
     Activations need none: limits bound them. With gpt-oss's 7 that is 56, and e4m3
     keeps all of its bits down to 1/512.
     """
-    columns, bound = x.shape[1], mlp.limit * (mlp.limit + 1)
+    columns = x.shape[1]
     values = x.new_empty(x.shape, dtype=E4M3)
     scales = x.new_empty(len(x), dtype=torch.float32)
     start = round_launcher(columns, Rounding(columns, E4M3), fragments=True)
     start((len(x), 1, 1), x, values, scales, x.stride(0), len(x))
-    scale = 2.0 ** min(60, math.floor(math.log2(LARGEST[E4M3] / bound)))
-    return Tokens(values, scales, scale)
+    return Tokens(values, scales, hidden_scale(mlp))
 
 
 def gate_up(x: Tokens, mlp: Experts, order: ExpertBlocks, tiling: Tiling) -> Tokens:

@@ -9,6 +9,7 @@ E experts, N rows and K columns of a weight, G = K / 64 rounded up. Thread 4 * g
 a warp.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from simplellm.checkpoint.int4 import Int4
 from simplellm.checkpoint.mxfp4 import BLOCK, MXFP4, Weight
-from simplellm.checkpoint.scaled import Scaled
+from simplellm.checkpoint.scaled import E4M3, LARGEST, Scaled
 from simplellm.model.layers import Experts, Layer
 
 # The bits of one e2m1 number, or of two, where bfloat16 has its sign, the two lowest
@@ -273,6 +274,8 @@ def prepare(layer: Layer, fp8: bool = False) -> Layer:
         check_product(mlp.gate_up, None)
         check_product(mlp.down, None)
         return layer
+    if fp8:
+        hidden_scale(mlp)
     for weight, bias in (mlp.gate_up, mlp.gate_up_bias), (mlp.down, mlp.down_bias):
         if not isinstance(weight, MXFP4) or bias is None:
             raise TypeError("the experts are dense or without biases; expected MXFP4")
@@ -285,6 +288,24 @@ def prepare(layer: Layer, fp8: bool = False) -> Layer:
         "down": repack(cast(MXFP4, mlp.down), interleaved=False),
     }
     return replace(layer, mlp=replace(mlp, **new))
+
+
+def hidden_scale(mlp: Experts) -> float:
+    """What activations are multiplied by before they are rounded to e4m3.
+
+    A power of two with which the largest that its limits allow finds room; of a gate,
+    times its sigmoid, nothing is below -0.2785 / alpha. Raises ValueError if it's so
+    far from 1 that the usual ones would lose bits.
+    """
+    bound = max(mlp.limit, 0.2785 / mlp.alpha) * (mlp.limit + 1)
+    scale = LARGEST[E4M3] / bound
+    if not 1 <= scale <= 2**16:
+        raise ValueError(
+            "moe_activation_dtype is 'fp8'; expected 'auto', since swiglu_limit "
+            f"{mlp.limit:g} and swiglu_alpha {mlp.alpha:g} let activations reach "
+            f"{bound:.3g}, and for FP8 that must be 0.007 to 448"
+        )
+    return 2.0 ** math.floor(math.log2(scale))
 
 
 def check_range(weight: MXFP4) -> None:
@@ -392,8 +413,11 @@ DECODE_FP8_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 @triton.jit
 def join_bits(r0, r1, r2, r3, r4, r5, r6, r7, TILES: tl.constexpr):
-    """Eight [R, 128] as one [R / TILES, TILES, g, t, 2, 2, 2, 2, 2]: of the last five
-    bits, two are of 128, and three of the eight."""
+    """Eight [R, 128] as one [R / TILES, TILES, g, t, 2, 2, 2, 2, 2].
+
+    128 is [g, t, 2, 2]. Behind these come three bits of which of the eight a number is
+    from, the lowest first.
+    """
     ROWS16: tl.constexpr = r0.shape[0]
     low = tl.join(tl.join(r0, r1), tl.join(r2, r3))
     high = tl.join(tl.join(r4, r5), tl.join(r6, r7))
@@ -421,12 +445,12 @@ def decode_fp8(words, scales, TILES: tl.constexpr, PTX: tl.constexpr):
         )
     else:
         r0, r1, r2, r3, r4, r5, r6, r7 = decode_plain(words, scales)
-    all = join_bits(r0, r1, r2, r3, r4, r5, r6, r7, TILES)
+    bits = join_bits(r0, r1, r2, r3, r4, r5, r6, r7, TILES)
     if PTX:  # they are c3 c0 half c4 c5, else half c0 c3 c4 c5
-        all = tl.permute(all, (0, 6, 2, 1, 8, 7, 3, 4, 5))
+        bits = tl.permute(bits, (0, 6, 2, 1, 8, 7, 3, 4, 5))
     else:
-        all = tl.permute(all, (0, 4, 2, 1, 8, 7, 3, 6, 5))
-    return tl.reshape(all, (16 * ROWS16 // TILES, 64 * TILES))
+        bits = tl.permute(bits, (0, 4, 2, 1, 8, 7, 3, 6, 5))
+    return tl.reshape(bits, (16 * ROWS16 // TILES, 64 * TILES))
 
 
 @triton.jit
@@ -463,11 +487,11 @@ def decode_weights(words, scales, TILES: tl.constexpr, PTX: tl.constexpr):
         )
     else:
         r0, r1, r2, r3, r4, r5, r6, r7 = decode_plain(words, scales)
-    all = join_bits(r0, r1, r2, r3, r4, r5, r6, r7, TILES)
+    bits = join_bits(r0, r1, r2, r3, r4, r5, r6, r7, TILES)
     # half c0 c3 c4 c5, where c are bits of the column, 2 * t between c0 and c3; each
     # thread has all of half and c.
-    all = tl.permute(all, (0, 4, 2, 1, 8, 7, 6, 3, 5))
-    return tl.reshape(all, (16 * ROWS16 // TILES, 64 * TILES))
+    bits = tl.permute(bits, (0, 4, 2, 1, 8, 7, 6, 3, 5))
+    return tl.reshape(bits, (16 * ROWS16 // TILES, 64 * TILES))
 
 
 @triton.jit
