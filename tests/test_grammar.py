@@ -128,6 +128,31 @@ def test_a_text_is_closed_before_its_limit(llm: LLM, more: dict[str, Any]) -> No
         assert cut and all(most - 12 < len(o.token_ids) <= most for o in cut)
 
 
+def test_what_fits_is_left_to_the_model(llm: LLM) -> None:
+    """However near its limit is: no shortest value in place of the model's."""
+    enum = {"enum": ["positive", "negative", "neutral"]}
+    asked: list[tuple[str, Any]] = [
+        ("choice", ["larger", "smaller", "yes"]),
+        ("regex", "[0-9]{3}"),
+        (
+            "json",
+            {"type": "object", "properties": {"a": enum, "b": {"type": "boolean"}}},
+        ),
+    ]
+    asked[2][1].update(required=["a", "b"], additionalProperties=False)
+    for kind, form in asked:
+        given: Any = {"structured_outputs": {kind: form}, "temperature": 3.0}
+        free = [SamplingParams(**given, seed=n, max_tokens=60) for n in range(12)]
+        wanted = llm.generate(["It is "] * 12, free).result()
+        assert len({output.text for output in wanted}) > 1
+        assert {output.finish_reason for output in wanted} == {"stop"}
+        for spare in (0, 1, 3) if kind != "json" else (2, 9):
+            most = [replace(p, max_tokens=len(output.token_ids) + spare)
+                    for p, output in zip(free, wanted, strict=True)]  # fmt: skip
+            found = llm.generate(["It is "] * 12, most).result()
+            assert [o.text for o in found] == [o.text for o in wanted], (kind, spare)
+
+
 def test_what_is_not_begun_is_not_closed(llm: LLM) -> None:
     """No call is made up where a turn's limit comes within its thoughts."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}

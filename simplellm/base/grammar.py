@@ -14,6 +14,10 @@ from typing import Any
 
 import numpy as np
 
+# The last line of a grammar whose texts are cut where their limit comes: what is no
+# JSON is worth nothing if it is closed.
+LEFT_OPEN = "// not closed at max_tokens\n"
+
 
 def lark_string(text: str) -> str:
     """``text`` as a string of Lark."""
@@ -61,6 +65,7 @@ class Closers:
     """The tokens that bring a text to its end, the quickest first."""
 
     tokens: np.ndarray  # int64 [N]
+    quote: int | None  # the one that ends a string, if there is a token for it
     control: frozenset[int]  # the control tokens of the model, some of which end a text
 
     def first_allowed(self, bitmask: bytes) -> int:
@@ -122,6 +127,11 @@ class GrammarState:
         """The tokens that have to come next, as many as are sure."""
         tokens: list[int] = self.matcher.compute_ff_tokens()
         return tokens
+
+    def in_string(self, closing: Sequence[int]) -> bool:
+        """Whether the output is in a string, by what `closing` says."""
+        quote = self.closers and self.closers.quote
+        return closing[0] == quote and not self.forced()
 
     def closing(self, most: int) -> list[int]:
         """Tokens, ``most`` at most, that complete the text which the output is in.

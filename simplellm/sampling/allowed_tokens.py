@@ -4,10 +4,8 @@ Bit v % 32 of word v // 32 allows token v. V vocabulary, W = ceil(V / 32) words.
 that they depend on is known without the device.
 """
 
-from bisect import bisect
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from operator import neg, sub
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,11 @@ from simplellm.base.sample_position import SamplePosition
 from simplellm.text.tokenizer import Tokenizer
 
 Bits = np.ndarray  # uint32 [W]
-# Where so many tokens are left, the grammar is asked what would close the text that the
+# From so many tokens left on, the grammar is asked what would close the text that the
 # output is in. That takes some masks, so that it isn't asked at each token.
-CLOSE_AT = (32, 24, 18, 14, 11, 9, 8, 7, 6, 5, 4, 3, 2, 1)
+CLOSE_FROM = 32
+# A string is closed so many tokens early: the next may be one that needs others.
+SPARE = 2
 
 
 def bad_sequences(words: Iterable[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -78,9 +78,10 @@ class AllowedTokens:
         self.forces = not sampled
         # Tokens that the grammar forces next, and the request has not been given yet.
         self.pending_forced: list[int] = []
-        # Tokens that close its text, once they have to come; how often it was asked.
+        # Tokens that close its text, once they have to come, and with how many tokens
+        # left the grammar is asked for them again.
         self.closing: list[int] = []
-        self.asked = 0
+        self.ask_at = CLOSE_FROM
 
     def completed(self, request: SamplePosition) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
@@ -127,25 +128,30 @@ class AllowedTokens:
     def close_in_time(self, request: Request) -> None:
         """Close the output's text if the tokens left are just enough for it.
 
-        The finish reason stays "length": ``max_tokens`` is lowered to where the text is
-        closed. It stays open if the model begins an element that needs more tokens than
-        are left. The outcome doesn't depend on how many forced tokens a step adds: they
-        are the first ones of what closes the text.
+        With one more the model still chooses: what it would say may fit. The finish
+        reason stays "length": ``max_tokens`` is lowered to where the text is closed. It
+        stays open if the model begins an element that needs more tokens than are left.
+        The outcome doesn't depend on how many forced tokens a step adds: they are the
+        first ones of what closes the text.
         """
         left = request.max_tokens - request.num_output
-        passed = bisect(CLOSE_AT, -left, key=neg)  # of CLOSE_AT, where it is asked
-        if self.closing or passed <= self.asked or self.grammar_state is None:
+        if self.closing or left > self.ask_at or self.grammar_state is None:
             return
-        gaps = map(sub, CLOSE_AT[self.asked : passed], [*CLOSE_AT, 0][self.asked + 1 :])
-        self.asked = passed
         tokens = self.grammar_state.closing(left + 1)  # no end token has to follow
         while tokens and tokens[-1] in request.stop_ids:
             tokens.pop()
-        fits = tokens and 0 <= left - len(tokens) <= max(gaps) + 1
-        if fits and self._may_follow(request, tokens):
+        spare = left - len(tokens) if tokens else 0
+        # A token that needs another one takes two of those that are spare.
+        self.ask_at = left - max(1, (spare - SPARE) // 2)
+        early = SPARE if 0 < spare <= SPARE and self._in_string(tokens) else 0
+        if tokens and 0 <= spare <= early and self._may_follow(request, tokens):
             self.closing = tokens
             self.pending_forced = tokens if self.forces else []
             request.max_tokens = request.num_output + len(tokens)
+
+    def _in_string(self, closing: Sequence[int]) -> bool:
+        """Whether the grammar's text is in a string, by what would close it."""
+        return self.grammar_state is not None and self.grammar_state.in_string(closing)
 
     def _may_follow(self, request: Request, tokens: Sequence[int]) -> bool:
         """Whether all that a request rules out but its grammar allows ``tokens``."""

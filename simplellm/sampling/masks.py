@@ -17,7 +17,7 @@ from simplellm.base.grammar import BitmaskFiller, GrammarState
 from simplellm.base.host_memory import pinned, upload
 from simplellm.base.request import Request
 from simplellm.base.sample_position import DraftPosition, SamplePosition
-from simplellm.sampling.allowed_tokens import CLOSE_AT, AllowedTokens
+from simplellm.sampling.allowed_tokens import CLOSE_FROM, AllowedTokens
 
 # Rows of a step in which a request may append several forced tokens. In larger ones the
 # step then takes longer by more than is saved: of 256 constrained requests an H200 made
@@ -100,7 +100,7 @@ class Masks:
                 continue
             if isinstance(request, DraftPosition):
                 state = state and state.after(request.drafts[-1], allowed.forces)
-                if owner.max_tokens - request.num_output <= CLOSE_AT[0]:
+                if owner.max_tokens - request.num_output <= CLOSE_FROM:
                     state = None  # there each token is looked at
                 request.valid = state is not None
             else:

@@ -1,5 +1,6 @@
 """The grammar compiler: from llguidance's text to a grammar over a model's tokens."""
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from simplellm.base.grammar import Closers, Grammar, GrammarError, llguidance, reason_of
+from simplellm.base.grammar import (
+    LEFT_OPEN,
+    Closers,
+    Grammar,
+    GrammarError,
+    llguidance,
+    reason_of,
+)
 from simplellm.structured.rules import rules_text
 from simplellm.structured.schemas import innermost_refused
 from simplellm.structured.vocabulary import Vocabulary
@@ -61,7 +69,7 @@ class Grammars:
         known = {token: id for id, token in self.tokenizer.tokens.items()}
         signs = (known.get(bytes([byte])) for byte in CLOSERS)
         some = [*control, *(id for id in signs if id is not None)]
-        return Closers(np.array(some, dtype=np.int64), control)
+        return Closers(np.array(some, dtype=np.int64), known.get(b'"'), control)
 
     def compile(self, text: str) -> "Grammar":
         """The grammar of ``text``, Lark or JSON for llguidance. Raises GrammarError."""
@@ -77,7 +85,8 @@ class Grammars:
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
         more = MOST_LEXERS - 1 if time.thread_time() - begin < QUICK else 0
         others = [make() for _ in range(more)]
-        return Grammar(text, matcher, others, closers=self.closers)
+        closers = None if json.dumps(LEFT_OPEN)[1:-1] in text else self.closers
+        return Grammar(text, matcher, others, closers=closers)
 
 
 Compile = Callable[[str], Grammar]

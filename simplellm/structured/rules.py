@@ -12,7 +12,7 @@ from reprlib import repr as short
 from typing import Any
 
 from simplellm.base.config import ParameterError, as_texts, expect
-from simplellm.base.grammar import lark_string, llguidance
+from simplellm.base.grammar import LEFT_OPEN, lark_string, llguidance
 from simplellm.base.sampling_params import StructuredOutputs
 from simplellm.structured.schemas import JSON_ESCAPES, problem_of
 
@@ -80,7 +80,7 @@ def regex_rules(regex: str) -> dict[str, Any]:
     escaped = re.sub(
         r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], bare, flags=re.S
     )
-    return {"lark_grammar": f"start: /{escaped or '(?:)'}/\n"}
+    return {"lark_grammar": f"start: /{escaped or '(?:)'}/\n{LEFT_OPEN}"}
 
 
 def choice_rules(choice: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def choice_rules(choice: Any) -> dict[str, Any]:
     texts = as_texts(where, choice, MAX_CHOICES, MAX_TEXT)
     expect(texts, where, choice, "at least one text")
     choices = " | ".join(map(lark_string, texts))
-    return {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}\n"}
+    return {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}\n{LEFT_OPEN}"}
 
 
 def lark_rules(grammar: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def lark_rules(grammar: str) -> dict[str, Any]:
     odd = LARK_REFUSED.search(bare)
     expected = "no special tokens, no '@', '~' or '&', no '%' but %ignore and %import"
     expect(odd is None, f"what {where} has", odd and odd[0], expected, param=where)
-    return {"lark_grammar": grammar}
+    return {"lark_grammar": f"{grammar}\n{LEFT_OPEN}"}
 
 
 def schema_rules(schema: Any, where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simplellm.base.config import expect
-from simplellm.base.grammar import Grammar, lark_string
+from simplellm.base.grammar import LEFT_OPEN, Grammar, lark_string
 from simplellm.text.dialects.whole_calls import XML, all_kinds
 from simplellm.text.harmony.turn import FREE, Rules
 from simplellm.text.tokenizer import Tokenizer
@@ -152,7 +152,7 @@ def xml_parameters(
 
 def may_begin_blank(answer: Rules) -> bool:
     """Whether a text may begin with a space or a line break, for all that is known."""
-    lark = answer.get("lark_grammar", "")
+    lark = answer.get("lark_grammar", "").removesuffix(LEFT_OPEN)
     if expression := EXPRESSION.fullmatch(lark):
         return BLANK.search(PRINTED.sub("", expression[1])) is not None
     return "json_schema" not in answer and not CHOICE.fullmatch(lark)
