@@ -258,7 +258,6 @@ def llm(tmp_path_factory):
 PROMPTS: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "empty": ("", ValueError, ["prompt is empty", "expected at least one token"]),
     "no tokens": ([[]], ValueError, ["prompt is empty", "expected at least one"]),
-    "no prompts": ([], ValueError, ["prompts is []", "expected at least"]),
     "a number": (47, TypeError, ["prompts is int", "expected text"]),
     "bytes": (b"What?", TypeError, ["prompts is bytes", "expected text"]),
     "nothing": (None, TypeError, ["prompts is NoneType", "expected text"]),

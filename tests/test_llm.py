@@ -448,7 +448,7 @@ def test_a_bar_is_closed_however_a_call_ends(
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"n": 0}, "n"),
         ({"foo": 1}, "foo"),
-        ({"prompts": []}, "prompts"),
+        ({"prompts": None}, "prompts"),
         ({"prompts": [[]]}, "prompt"),
         ({"prompts": [[0.5]]}, "prompt"),
         ({"prompts": [5] * 100_000}, "prompt"),
@@ -787,21 +787,32 @@ def test_overrides_win_over_params_and_params_over_defaults(llm: LLM) -> None:
 # Bad input
 
 
+def test_prompts_come_in_any_form(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=np.int64(2), temperature=np.float32(0))
+    ids = llm.tokenizer.encode("Hi")
+    forms = ["Hi", ids, np.array(ids), {"prompt": "Hi"}, {"prompt_token_ids": ids}]
+    outputs = llm.generate(forms, params).result()
+    assert len({output.text for output in outputs}) == 1
+    assert llm.generate({"prompt": "Hi"}, params)[0].text == outputs[0].text
+    none = llm.generate([], params)
+    assert none.done() and none.result() == []
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ("", "a prompt is empty; expected at least one token"),
-        ([], "prompts is []"),
         ([[]], "a prompt is empty"),
         (["fine", ""], "prompts[1]: a prompt is empty"),
         ([[5], [5, 1100], [5]], "prompts[1]: a token id of prompt is 1100"),
         (None, "prompts is NoneType; expected text, a list of token ids"),
         (b"bytes", "prompts is bytes"),
-        ({"prompt": "x"}, "prompts is dict"),
+        ({"text": "x"}, "the keys of a prompt is ['text']; expected 'prompt' or"),
+        ([{"prompt": "x", "multi_modal_data": {}}], "'multi_modal_data']; expected"),
         (7, "prompts is int"),
         ([None], "a prompt is NoneType; expected text or token ids"),
         ([b"x"], "a prompt is bytes"),
-        ([{"role": "user"}], "a prompt is dict"),
+        ([{"role": "user"}], "the keys of a prompt is ['role']"),
         ([1, "a"], "a prompt is int"),
         ([1.5], "a prompt is float"),
         ([True], "a token id of a prompt is True; expected an integer"),

@@ -339,3 +339,10 @@ def test_the_smallest_engine_answers(folder: Path) -> None:
         assert llm.engine_core.max_model_len == 2
         (output,) = llm.generate([5], max_tokens=9, temperature=0).result()
         assert len(output.token_ids) == 1
+
+
+def test_a_length_that_the_model_does_not_have_is_told(caplog) -> None:
+    with LLM(max_model_len=200_000, cache_bytes=2**24) as llm:
+        assert llm.input_processor.max_model_len <= 131_072
+    wanted = "max_model_len is 200000, but the model reads texts of up to 131072 tokens"
+    assert wanted in caplog.messages

@@ -33,11 +33,22 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     prompts = as_list(prompts)
+    if isinstance(prompts, Mapping):
+        return [as_prompt(prompts)]
     expected = "text, a list of token ids, or a list of these"
     expect_type("prompts", prompts, list | tuple, expected)
-    expect(prompts, "prompts", prompts, "at least one prompt")
     one = all(isinstance(item, int) or type(as_list(item)) is int for item in prompts)
-    return [list(prompts)] if one else list(prompts)
+    return [list(prompts)] if prompts and one else [*map(as_prompt, prompts)]
+
+
+def as_prompt(prompt: Any) -> Any:
+    """What a dict has in it, vLLM's form of a prompt; all else as it is."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    expected = "'prompt' or 'prompt_token_ids' alone"
+    known = len(prompt) == 1 and {*prompt} <= {"prompt", "prompt_token_ids"}
+    expect(known, "the keys of a prompt", [*prompt], expected, param="prompt")
+    return next(iter(prompt.values()))
 
 
 def is_several(messages: Any) -> bool:

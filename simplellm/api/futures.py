@@ -177,7 +177,11 @@ def future_of(
     bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
     future = RequestFuture(llm, processor, bar)
     try:
-        processor.submit(FutureResult(future, samples, result).by_prompt)
+        waiting = FutureResult(future, samples, result)
+        if samples:
+            processor.submit(waiting.by_prompt)
+        else:  # nothing will come
+            waiting.deliver(0, END)
     except BaseException:
         bar.close()
         raise

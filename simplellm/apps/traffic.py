@@ -119,6 +119,7 @@ async def to_url(url: str, key: str | None = None) -> AsyncIterator[Send]:
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     timeout = aiohttp.ClientTimeout(PATIENCE)
+    url = url.rstrip("/").removesuffix("/v1")  # as clients' base URLs end
     async with aiohttp.ClientSession(
         url, connector=connector, headers=headers, timeout=timeout
     ) as session:

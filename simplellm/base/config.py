@@ -159,10 +159,18 @@ def as_texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ..
     return tuple(texts)
 
 
+def as_plain(value: Any) -> Any:
+    """A number of NumPy's as Python's; all else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def as_ids(name: str, value: Any) -> tuple[int, ...]:
     """A list of token ids, or None for none. Raises TypeError or ValueError."""
     ids = () if value is None else value
-    ok = isinstance(ids, list | tuple) and all(isinstance(x, int) for x in ids)
+    if hasattr(ids, "tolist") or isinstance(ids, range):
+        ids = [*ids]
+    ids = [*map(as_plain, ids)] if isinstance(ids, list | tuple) else ids
+    ok = isinstance(ids, list) and all(isinstance(x, int) for x in ids)
     expect(ok, name, ids, "a list of int", TypeError)
     for token in ids:
         check_number(f"an entry of {name}", token, int, 0, MAX_SIZE, param=name)

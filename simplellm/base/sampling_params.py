@@ -8,6 +8,7 @@ from typing import Any
 from simplellm.base.config import (
     MAX_SIZE,
     as_ids,
+    as_plain,
     as_texts,
     check_number,
     check_value,
@@ -117,13 +118,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)  # past what makes it frozen
+        for name, value in vars(self).items():
+            put(name, as_plain(value))
         for name, *limits in TEXTS:
             put(name, as_texts(name, getattr(self, name), *limits))
         put("stop_token_ids", as_ids("stop_token_ids", self.stop_token_ids))
         put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
-        if (some := self.allowed_token_ids) is not None:
-            put("allowed_token_ids", as_ids("allowed_token_ids", some))
+        if self.allowed_token_ids is not None:
+            some = as_ids("allowed_token_ids", self.allowed_token_ids)
             expect(some, "allowed_token_ids", some, "at least one token id, or None")
+            put("allowed_token_ids", some)
         check_declared(self)
         most, least = self.max_tokens, self.min_tokens
         expected = f"at most max_tokens, {most}"

@@ -1,5 +1,6 @@
 """The runner and the scheduler that an engine has, as its config and ranks say."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from simplellm.engine.scheduler import Scheduler
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 
+LOGGER = logging.getLogger("simplellm")
+
 
 def build_runner(
     parts: tuple[Model, KVPool, PageManager, EngineConfig, int],
@@ -29,7 +32,11 @@ def build_runner(
     a `Scheduler`. A ``draft`` model drafts; ``make_manager`` makes a manager for the
     pages of each other rank.
     """
-    _, _, manager, config, longest = parts
+    model, _, manager, config, longest = parts
+    known, asked = model.config.max_position_embeddings, config.max_model_len or 0
+    if asked > known:
+        text = "max_model_len is %d, but the model reads texts of up to %d tokens"
+        LOGGER.warning(text, asked, known)
     runner: Runner
     managers = [manager]
     if isinstance(ranks, DataLeader):

@@ -48,6 +48,7 @@ def find_dtype(dtype: Any, device: torch.device) -> torch.dtype:
     """
     if isinstance(dtype, str) and dtype != "auto":
         names = {dtype_name(known): known for known in COMPUTE_DTYPES}
+        names |= {"half": torch.float16, "float": torch.float32}
         one_of("dtype", dtype, ("auto", *names))
         dtype = names[dtype]
     if dtype is None or dtype == "auto":

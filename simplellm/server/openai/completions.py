@@ -142,6 +142,7 @@ class Completion(Choices):
             alone = body.n == 1 or not body.stream
             expect(alone, "n", body.n, "1 for a stream with echo and logprobs")
         prompts = as_prompts(body.prompt)
+        expect(prompts, "prompt", prompts, "at least one prompt")
         count, expected = len(prompts), f"at most {MAX_SAMPLES}"
         ok = count <= MAX_SAMPLES
         expect(ok, "the number of prompts", count, expected, param="prompt")
