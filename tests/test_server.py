@@ -955,6 +955,10 @@ def test_the_document_is_true(strict: Served) -> None:
             assert strict.post(COMPLETE, body).status_code == 200, name
     assert schema["properties"]["temperature"]["anyOf"][0]["maximum"] == 100
     assert json.dumps(schema["properties"]["best_of"]["enum"]) == "[1, null]"
+    for kind in ("CompletionBody", "ChatBody"):  # the default is another place's
+        properties = document["components"]["schemas"][kind]["properties"]
+        assert "default" not in properties["max_tokens"] | properties["temperature"]
+        assert properties["presence_penalty"]["default"] == 0
     tags = {
         path: method["tags"][0]
         for path, methods in document["paths"].items()

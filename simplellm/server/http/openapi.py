@@ -39,6 +39,12 @@ STATUSES = {
 }
 
 
+# Of these the endpoint or generation_config.json has the default.
+CHANGED = frozenset(
+    "max_tokens temperature top_p top_k min_p repetition_penalty".split()
+)
+
+
 class Untitled(GenerateJsonSchema):
     """JSON schemas without titles, which would only repeat the names."""
 
@@ -81,7 +87,11 @@ def complete_schema(kind: type[Body], schema: Any, strict: bool) -> dict[str, An
     }
     if issubclass(kind, SampledBody):
         every = schema_of(Sampling)["properties"]
-        properties |= {n: every[n] for n in every if n in kind.sampling_names()}
+        properties |= {
+            name: without_default(one) if name in CHANGED else one
+            for name, one in every.items()
+            if name in kind.sampling_names()
+        }
     required = schema.get("required", [])
     for name, entry in kind.unsupported.items():
         if entry.hint and not strict:
@@ -100,6 +110,11 @@ def complete_schema(kind: type[Body], schema: Any, strict: bool) -> dict[str, An
         "required": required,
         "additionalProperties": not strict,
     }
+
+
+def without_default(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a parameter whose default another place has."""
+    return {name: one for name, one in schema.items() if name != "default"}
 
 
 def or_absent(schema: dict[str, Any]) -> dict[str, Any]:
