@@ -52,7 +52,7 @@ FLAT = 0.05  # memory may grow by this share from the second fifth to the last
 DROPPED = "dropped by its client"
 REFUSED = "refused: bad request"
 BAD: tuple[dict[str, Any], ...] = (
-    {"prompts": []},
+    {"prompts": None},
     {"prompts": [[]]},
     {"prompts": [[10**9]]},
     {"prompts": [[1] * 300]},
