@@ -86,30 +86,28 @@ def compile_case(case: Case, target: GPUTarget = HOPPER):
     return triton.compile(source, target=target, options=options)
 
 
-def stack_bytes(compiled) -> int:
-    """What a thread has in memory of its own, as for registers that were too few."""
+def cuobjdump(compiled, option: str) -> str:
+    """What NVIDIA's tool says of a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        told = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    (found,) = re.findall(r"STACK:(\d+)", told.stdout)
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout
+
+
+def stack_bytes(compiled) -> int:
+    """What a thread has in memory of its own, as for registers that were too few."""
+    (found,) = re.findall(r"STACK:(\d+)", cuobjdump(compiled, "-res-usage"))
     return int(found)
 
 
 def machine_loops(compiled) -> list[list[str]]:
     """The instructions of a kernel's loops, without their predicates."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        told = subprocess.run(
-            [tool, "-sass", file.name], capture_output=True, text=True, check=True
-        )
     line = r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?(\S.*?) *;"
-    code = [(int(place, 16), text) for place, text in re.findall(line, told.stdout)]
+    told = cuobjdump(compiled, "-sass")
+    code = [(int(place, 16), text) for place, text in re.findall(line, told)]
     loops = []
     for end, text in code:
         back = re.match(r"BRA\b.* 0x([0-9a-f]+)$", text)

@@ -58,14 +58,14 @@ def room(tokens):
 
 def rounded(x, weight):
     """x in the format of the weight's inputs, with rows behind the last."""
-    values, scales = round_rows(x, weight, 16)
+    values, scales = round_rows(x, Rounding.of(weight), 16)
     return Rounded(values, scales, len(x), weight.tile[1], x.dtype)
 
 
 def assert_same_bits(got, x, weight):
     """``got`` is x, rounded by itself; a NaN is in its tile's scale alone."""
     assert isinstance(got, Rounded) and got.dtype == x.dtype and len(got) == len(x)
-    values, scales = round_rows(x, weight)
+    values, scales = round_rows(x, Rounding.of(weight))
     given = got.scales[:, : len(x)]
     assert given.shape == scales.shape
     assert torch.equal(given.view(torch.int32), scales.view(torch.int32))

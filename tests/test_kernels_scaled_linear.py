@@ -9,6 +9,7 @@ from simplellm.model import feed_forward
 from simplellm.model.kernels import linear
 from simplellm.model.kernels.linear import Dot, Gemv
 from simplellm.model.kernels.rounding import (
+    Rounding,
     library_multiplies,
     library_suits,
     multiply_by_library,
@@ -111,7 +112,7 @@ def test_each_way_is_the_plain_product(kernel_device, kind, config, shape, token
 def test_inputs_are_rounded_as_the_plain_operation_does(kernel_device, kind, shape):
     x, weight, _ = inputs(kernel_device, kind, 5, shape)
     x[3] = 0
-    values, scales = round_rows(x, weight)
+    values, scales = round_rows(x, Rounding.of(weight))
     expected, their_scales = weight.round_inputs(x)
     assert torch.equal(values.view(torch.int8), expected.view(torch.int8))
     assert torch.equal(scales.T, their_scales)

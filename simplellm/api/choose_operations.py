@@ -45,7 +45,7 @@ def choose_operations(
         have, wanted = capability(device), FP8_GPU
         expected = f"'auto' on a GPU of compute capability {have}, below {wanted}"
         expect(have >= wanted, "kv_cache_dtype", kind, expected)
-    packed = any(form.is_mxfp4 for form in model.formats.values())
+    packed = model.has_mxfp4
     interleaved = model.activation == "clamped_swiglu"  # as gpt-oss's experts are
     if config.operations == "plain":
         reason = "operations is 'plain'"
@@ -86,7 +86,7 @@ def why_not_rounded(
 
     ``reason`` says why there are no Triton kernels.
     """
-    if not any(form.is_mxfp4 for form in model.formats.values()):
+    if not model.has_mxfp4:
         return "there are no experts in MXFP4"
     if config.batch_invariant:
         return "batch_invariant is True, and how many tokens there are decides"

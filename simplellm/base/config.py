@@ -455,6 +455,11 @@ class ModelConfig:
         sliding = "sliding_attention" in self.layer_types
         return (None, self.sliding_window) if sliding else (None,)
 
+    @property
+    def has_mxfp4(self) -> bool:
+        """Whether any weight is MXFP4."""
+        return any(form.is_mxfp4 for form in self.formats.values())
+
 
 DEFAULTS = {  # on a CPU, on a GPU
     "page_size": (16, 64),

@@ -143,15 +143,13 @@ class AllowedTokens:
         spare = left - len(tokens) if tokens else 0
         # A token that needs another one takes two of those that are spare.
         self.ask_at = left - max(1, (spare - SPARE) // 2)
-        early = SPARE if 0 < spare <= SPARE and self._in_string(tokens) else 0
+        early = (
+            SPARE if 0 < spare <= SPARE and self.grammar_state.in_string(tokens) else 0
+        )
         if tokens and 0 <= spare <= early and self._may_follow(request, tokens):
             self.closing = tokens
             self.pending_forced = tokens if self.forces else []
             request.max_tokens = request.num_output + len(tokens)
-
-    def _in_string(self, closing: Sequence[int]) -> bool:
-        """Whether the grammar's text is in a string, by what would close it."""
-        return self.grammar_state is not None and self.grammar_state.in_string(closing)
 
     def _may_follow(self, request: Request, tokens: Sequence[int]) -> bool:
         """Whether all that a request rules out but its grammar allows ``tokens``."""

@@ -33,7 +33,7 @@ from simplellm.model.kernels.fragments import (
     hidden_scale,
 )
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
-from simplellm.model.kernels.rounding import Rounding, round_launcher
+from simplellm.model.kernels.rounding import Rounding, round_rows
 from simplellm.model.kernels.routing import room, route_tokens, sort_pairs
 from simplellm.model.layers import Experts
 
@@ -381,12 +381,9 @@ def round_tokens(x: Tensor, mlp: Experts) -> Tokens:
     Activations need none: limits bound them. With gpt-oss's 7 that is 56, and e4m3
     keeps all of its bits down to 1/512.
     """
-    columns = x.shape[1]
-    values = x.new_empty(x.shape, dtype=E4M3)
-    scales = x.new_empty(len(x), dtype=torch.float32)
-    start = round_launcher(columns, Rounding(columns, E4M3), fragments=True)
-    start((len(x), 1, 1), x, values, scales, x.stride(0), len(x))
-    return Tokens(values, scales, hidden_scale(mlp))
+    rounding = Rounding(x.shape[1], E4M3)
+    values, scales = round_rows(x, rounding, fragments=True)
+    return Tokens(values, scales[0], hidden_scale(mlp))
 
 
 def gate_up(x: Tokens, mlp: Experts, order: ExpertBlocks, tiling: Tiling) -> Tokens:

@@ -27,7 +27,7 @@ from simplellm.model.kernels.gated import apply_gate, gate_and_up_rows
 from simplellm.model.kernels.grouped_few import are_few, experts_few
 from simplellm.model.kernels.launch import Launcher, launcher
 from simplellm.model.kernels.linear import dot_tile
-from simplellm.model.kernels.rounding import round_rows
+from simplellm.model.kernels.rounding import Rounding, round_rows
 from simplellm.model.kernels.routing import room, route_tokens, sort_pairs
 from simplellm.model.layers import Experts
 
@@ -226,7 +226,7 @@ def multiply_groups(
     if isinstance(weight, Scaled):
         values, scales, tile = weight.values, weight.scales, weight.tile
         if weight.inputs:
-            x, x_scales = round_rows(x, weight)
+            x, x_scales = round_rows(x, Rounding.of(weight))
             # Otherwise each step is scaled: what uses its sums waits for the tensor
             # cores, and the next weights go to registers that these still read, see
             # `experts.wait_for_wgmma`.

@@ -38,6 +38,11 @@ class Rounding(NamedTuple):
     columns: int
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, weight: Scaled) -> "Rounding":
+        """What a product with ``weight`` wants."""
+        return cls(weight.tile[1], weight.values.dtype)
+
 
 def rounding_of(weight: Weight, block: int) -> Rounding | None:
     """How a kernel rounds its output for the product with ``weight`` [N, K] to read.
@@ -50,7 +55,7 @@ def rounding_of(weight: Weight, block: int) -> Rounding | None:
     whole = weight.tile[1] >= weight.shape[1]
     if block < weight.shape[1] if whole else block % weight.tile[1] != 0:
         return None
-    return Rounding(weight.tile[1], weight.values.dtype)
+    return Rounding.of(weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,16 +209,19 @@ def round_launcher(size: int, rounding: Rounding, fragments: bool = False) -> La
     return launcher(round_kernel, K=size, **options)
 
 
-def round_rows(x: Tensor, weight: Scaled, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """x [T, K] in the weight's dtype, and its float32 scales [C, T].
+def round_rows(
+    x: Tensor, rounding: Rounding, multiple: int = 1, fragments: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x [T, K] in another dtype, and its float32 scales [C, T].
 
-    T is rounded up to a ``multiple``, by rows that may hold anything.
+    T is rounded up to a ``multiple``, by rows that may hold anything. The numbers of a
+    row may come in the order of ``fragments``.
     """
-    (tokens, size), dtype = x.shape, weight.values.dtype
+    tokens, size = x.shape
     room = -(-tokens // multiple) * multiple
-    values = x.new_empty(room, size, dtype=dtype)
-    scales = x.new_empty(-(-size // weight.tile[1]), room, dtype=torch.float32)
-    start = round_launcher(size, Rounding(weight.tile[1], dtype))
+    values = x.new_empty(room, size, dtype=rounding.dtype)
+    scales = x.new_empty(-(-size // rounding.columns), room, dtype=torch.float32)
+    start = round_launcher(size, rounding, fragments)
     start((tokens, 1, 1), x, values, scales, x.stride(0), room)
     return values, scales
 
@@ -228,7 +236,7 @@ def multiply_by_library(x: Tensor | Rounded, weight: Scaled) -> Tensor:
     if isinstance(x, Rounded):
         values, scales = x.values, x.scales
     else:
-        values, scales = round_rows(x, weight, 16)
+        values, scales = round_rows(x, Rounding.of(weight), 16)
     factors = values, weight.values.T, scales.T, weight.scales.T
     return torch._scaled_mm(*factors, out_dtype=x.dtype)[: len(x)]
 

@@ -36,6 +36,7 @@ from simplellm.model.kernels.linear import project as project_dense
 from simplellm.model.kernels.rounding import (
     BEFORE_CUBLAS,
     Rounded,
+    Rounding,
     input_arguments,
     library_suits,
     multiply_by_library,
@@ -192,7 +193,8 @@ def multiply_scaled(
     rounds = weight.inputs and isinstance(x, Tensor)
     if rounds and isinstance(config, Dot):
         assert isinstance(x, Tensor)
-        x = Rounded(*round_rows(x, weight), len(x), weight.tile[1], x.dtype)
+        to = Rounding.of(weight)
+        x = Rounded(*round_rows(x, to), len(x), to.columns, x.dtype)
         rounds = False
     scaling = scaling_of(weight, rounds, config)
     start, grid = product_launcher(config, len(x), size_out, size_in, scaling)

@@ -49,7 +49,6 @@ def triton_ops(
     round what they multiply.
     """
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    packed = any(form.is_mxfp4 for form in config.formats.values())
     return Ops(
         name="Triton",
         embed=embed,
@@ -58,7 +57,7 @@ def triton_ops(
         rope_and_cache=rope_and_cache,
         attend=attend_in(max_num_seqs, *heads, device, batch_invariant),
         experts=partial(packed_experts, batch_invariant=batch_invariant, fp8=fp8)
-        if packed
+        if config.has_mxfp4
         else partial(experts, batch_invariant=batch_invariant),
         dense=partial(dense, batch_invariant=batch_invariant),
         head=partial(head, batch_invariant=batch_invariant),
