@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplellm.checkpoint.formats import MXFP4_EXPERTS
 from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.model.batch import Batch
 from simplellm.model.kernels.triton_ops import triton_ops
@@ -24,7 +23,7 @@ SHAPE = SimpleNamespace(
     num_attention_heads=HEADS,
     num_key_value_heads=KV_HEADS,
     head_dim=DIM,
-    formats={"experts": MXFP4_EXPERTS},
+    has_mxfp4=True,
 )
 
 
