@@ -327,7 +327,7 @@ def test_a_plot_without_matplotlib(monkeypatch, capsys):
 def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, batch):
     plan = Plan(batches=(batch,), input_len=50, output_len=70)
     config = EngineConfig().resolved("cpu")
-    (case,) = bench.plan_cases(plan, config.max_num_batched_tokens, 131_072)
+    (case,) = bench.plan_cases(plan, config, 131_072)
     config = bench.engine_config([case], config)
     need = bench.cache_bytes(TINY, config, 4, case)
     assert need >= batch * kv_bytes(TINY, 120, itemsize=4)
@@ -338,6 +338,16 @@ def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, b
         bench.measure(
             plan, LLM, device="cpu", config=EngineConfig(cache_bytes=need // 2)
         )
+
+
+def test_all_decode_together_after_long_prompts(known_machine, monkeypatch):
+    """Beside those that decode, the others' prompts come in small pieces."""
+    monkeypatch.setattr(bench, "CONTEXT_STEPS", 4)
+    plan = Plan(batches=(), contexts=(2000,), context_batches=(5,))
+    # As on a GPU, where one prompt may fill a step.
+    config = EngineConfig(max_num_batched_tokens=2048, prefill_chunk=2048)
+    (row,) = bench.measure(plan, LLM, device="cpu", config=config)["context"]
+    assert 1 <= row["steps"] <= 8
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(

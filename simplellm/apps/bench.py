@@ -38,6 +38,7 @@ from simplellm.base.config import (
 )
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.checkpoint import open_weights
+from simplellm.engine.scheduler import PREFILL_BESIDE_DECODES
 from simplellm.engine.stats import Meter, quantile
 from simplellm.model.machine import find_device, find_dtype
 from simplellm.model.memory import kv_bytes, weight_bytes
@@ -119,8 +120,8 @@ def plan_steps(
     )
 
 
-def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
-    """The rows of a plan, with steps of at least ``budget`` tokens.
+def plan_cases(plan: Plan, config: EngineConfig, limit: int) -> list[Case]:
+    """The rows of a plan, with at least as many tokens a step as ``config`` has.
 
     Raises TypeError or ValueError for a plan without rows, and for a row whose requests
     never all run, or are longer than ``limit``, the model's context.
@@ -129,9 +130,14 @@ def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
     def lag(batch: int, length: int) -> int:
         """About how many steps a batch's first prompt is computed before its last.
 
-        Requests that decode meanwhile take a token each from every step.
+        Requests that decode meanwhile take a token each from every step, and prompts
+        get the less beside them the fewer still wait.
         """
-        return -(-(batch - 1) * length // max(batch, budget - batch))
+        budget = config.max_num_batched_tokens
+        together = max(1, budget // config.prefill_chunk)  # they end at about once
+        caps = [PREFILL_BESIDE_DECODES * (1 + n // 2) for n in range(batch - together)]
+        most = max(batch, budget - batch)
+        return math.ceil(sum(length / min(most, cap) for cap in caps))
 
     cases = []
     for batch in plan.batches:
@@ -370,7 +376,7 @@ def measure(
     source = open_weights(model, dtype, target, random_weights, seed)
     config = (config or EngineConfig()).resolved(target.type)
     limit = source.config.max_position_embeddings
-    cases = plan_cases(plan, config.max_num_batched_tokens, limit)
+    cases = plan_cases(plan, config, limit)
     config = engine_config(cases, config)
     machine = measure_machine(target, sum(weight_bytes(source.config, 4).values()))
     roofline = Roofline(source.config, machine, dtype.itemsize)
