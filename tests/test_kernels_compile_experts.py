@@ -108,7 +108,7 @@ def one_case(interleaved):
     return case_of(start, "*bf16 *i32 *fp32 *i32 *i32 *bf16 *i32 *fp32")
 
 
-SMALL, LARGE = (routing.sort_plan(pairs, 4, 128, 16) for pairs in (4096, 8192))
+SMALL, *LARGE = (routing.sort_plan(n, 4, 128, 16) for n in (1024, 2048, 65_536))
 FP8_EXPERTS = [expert_case(experts.FP8_WAITING, rows, True) for rows in (5760, 2880)]
 AHEAD = [  # of the weights that are multiplied, others are decoded
     expert_case(tiling, rows, fp8)
@@ -134,8 +134,10 @@ CASES = [
     product_case(linear.choose_invariant(99, 24576, 4096), 99, 24576, 4096),
     case_of(routing.top_k_launcher(128, 5, 4, 1), "*fp32 *bf16 *i32 *fp32 i32"),
     case_of(SMALL.scatter, "*i32 *i32 *i32 *i32 *i32 i32 i32"),
-    case_of(LARGE.counter, "*i32 *i32 *i32 i32"),
-    case_of(LARGE.scatter, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32"),
+    *(case_of(plan.counter, "*i32 *i32 *i32 i32") for plan in LARGE),
+    *(
+        case_of(plan.scatter, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32") for plan in LARGE
+    ),
     *EXPERTS,
     *AHEAD,
     *ONE,
