@@ -135,11 +135,12 @@ class DataParallelRunner(Runner):
             return StepOutput(tokens, logprobs, prompts, outputs[0].late)
 
         try:
-            for runner, _, sampling in steps:
-                flights.append(runner.sample(sampling))
+            # Again this rank last: the others draw and draft while it does.
+            for runner, _, sampling in reversed(steps):
+                flights.insert(0, runner.sample(sampling))
         except GrammarError:  # all other errors end the engine
-            for runner, _, _ in steps[len(flights) :]:
-                flights.append(runner.sample([]))
+            for runner, _, _ in reversed(steps[: len(steps) - len(flights)]):
+                flights.insert(0, runner.sample([]))
             wait()  # the others end the step, too
             raise
         return wait
