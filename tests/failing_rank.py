@@ -1,8 +1,8 @@
 """A rank of an engine that fails at some point: `python failing_rank.py WHEN HOW FD`.
 
 WHEN: "loads"; "prompt", its first step; "decode", a later one; "draws"; "adds up", in
-the midst of a step. HOW: "dies"; "hangs"; "computes" or "compiles" for three seconds,
-the latter in a process of its own.
+the midst of a step; "drafts", with a head. HOW: "dies"; "hangs"; "computes" or
+"compiles" for three seconds, the latter in a process of its own.
 """
 
 import os
@@ -45,6 +45,7 @@ def failing(function: Callable[..., Any], call: int, how: str) -> Callable[..., 
 
 if __name__ == "__main__":
     when, how, number = sys.argv[1:]
+    from simplellm.engine.head_drafter import HeadProposer
     from simplellm.engine.runner import Runner
     from simplellm.model.model import Model
     from simplellm.model.parallel import Group
@@ -55,6 +56,7 @@ if __name__ == "__main__":
         "decode": (Runner, "compute", 4),
         "draws": (Runner, "choose_tokens", 3),
         "adds up": (Group, "sum", 9),
+        "drafts": (HeadProposer, "draft_after", 3),
     }
     owner, name, call = places[when]
     setattr(owner, name, failing(getattr(owner, name), call, how))

@@ -26,6 +26,7 @@ from test_runner import Tape
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
 from simplellm.base.request import Event, Request
 from simplellm.engine import graphs
+from simplellm.engine.build_speculation import head_page_bytes
 from simplellm.engine.graphs import QUERIES, CaptureShape
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.speculator import DraftState, Speculator
@@ -207,8 +208,13 @@ class Prophet(Speculator):
         return state
 
 
-def guess_with(proposer: Any, scheduler: Any, prophet: Prophet) -> None:
-    """Have a head's drafts be right now and then: it drafts, and is corrected."""
+def guess_with(
+    proposer: Any, scheduler: Any, prophet: Prophet, row_of: Callable[[], Any]
+) -> None:
+    """Have a head's drafts be right now and then: it drafts, and is corrected.
+
+    ``row_of`` says which requests it drafts for, and in which rows.
+    """
     head, draft, passes = proposer.head, proposer._draft, itertools.count()
     likeliest = head.draft
 
@@ -221,7 +227,7 @@ def guess_with(proposer: Any, scheduler: Any, prophet: Prophet) -> None:
         tokens = likeliest(normed)
         # The first draft comes after the token behind the one that was read last.
         behind = next(passes) + 2
-        for number, row in proposer.row_of.items():
+        for number, row in row_of().items():
             request = scheduler.requests.get(number)
             place = int(proposer.positions[row]) + behind
             if request is None or prophet.chance.random() < 0.15:
@@ -257,28 +263,38 @@ def run_case(
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     make: Callable[..., Any] = make_engine,
     offloading: bool = False,
+    guesses: Callable[[Any, Prophet], None] | None = None,
 ) -> Counter[str]:
-    """One random schedule against the reference; what happened in it."""
+    """One random schedule against the reference; what happened in it.
+
+    Where several ranks draft with a head, ``guesses`` has their drafts be right.
+    """
     chance = random.Random(seed)
     groups = sliding_groups(model.config, model.dtype.itemsize, kv_cache_dtype)
     config, prophet = make_config(chance, groups), Prophet(alone, chance)
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     if drafts:
         config = replace(config, speculative="suffix", num_speculative_tokens=5)
-    if offloading:
-        form = model.config, config.page_size, model.dtype.itemsize, kv_cache_dtype
-        room = chance.choice([1, 3, 10, 40]) * page_bytes(*form)
-        config = replace(config, enable_prefix_caching=True, cpu_cache_bytes=room)
-    if draft_model:
-        config = replace(config, speculative=draft_model)
-        config = replace(config, num_speculative_tokens=chance.choice([1, 3]))
     if head:
         config = replace(config, speculative=head)
         config = replace(config, num_speculative_tokens=chance.choice([1, 3, 5]))
         model = replace(model)  # its operations become those that the head listens to
+    if offloading:
+        form = model.config, config.page_size, model.dtype.itemsize, kv_cache_dtype
+        each = page_bytes(*form)
+        each += head_page_bytes(config, model.config, model.dtype.itemsize)
+        room = chance.choice([1, 3, 10, 40]) * each
+        config = replace(config, enable_prefix_caching=True, cpu_cache_bytes=room)
+    if draft_model:
+        config = replace(config, speculative=draft_model)
+        config = replace(config, num_speculative_tokens=chance.choice([1, 3]))
     engine = make(model, config, overlap=chance.random() < 0.5)
     if head:
-        guess_with(engine.runner.proposer, engine.scheduler, prophet)
+        if not hasattr(engine.scheduler, "ranks"):
+            own = engine.runner.proposer
+            guess_with(own, engine.scheduler, prophet, lambda: own.row_of)
+        elif guesses is not None:
+            guesses(engine, prophet)
         prophet = engine.scheduler.speculator
     elif draft_model:
         prophet = engine.scheduler.speculator

@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from heads import write_head
+from models import until
 from recompute import Recompute
-from test_equivalence import capture_steps, run_cases
+from test_equivalence import Prophet, capture_steps, guess_with, run_cases
 from test_runner import Tape
 from test_tensor_parallel import SIXTEEN
 
@@ -27,8 +30,10 @@ from simplellm.api import follower as follower_module
 from simplellm.api.follower import follow
 from simplellm.api.load import load_engine
 from simplellm.checkpoint.checkpoint import open_weights
-from simplellm.engine import graphs
+from simplellm.checkpoint.families import read_config
+from simplellm.engine import graphs, head_drafter
 from simplellm.engine import start_ranks as start_module
+from simplellm.engine.build_speculation import capture_drafts
 from simplellm.engine.data_parallel_ranks import DataLeader
 from simplellm.engine.data_parallel_runner import RemoteRunner
 from simplellm.engine.engine import Engine
@@ -179,27 +184,112 @@ def test_ranks_with_requests_of_their_own(
     assert counts["drafts"] > counts["right"] > 0 or "drafts" not in more, counts
 
 
-def test_captured_steps_of_ranks_with_requests_of_their_own(
+@pytest.fixture(scope="module")
+def head(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("head")
+    write_head(path, read_config(folder / "config.json"))
+    return str(path)
+
+
+def loading(
+    monkeypatch: pytest.MonkeyPatch, loaded: Callable[[Engine, int], None]
+) -> None:
+    """Have ``loaded`` called on each rank, all at once, with its engine and number."""
+    load = load_engine
+
+    def load_and_tell(*arguments: Any) -> Any:
+        found = load(*arguments)
+        loaded(found[0], arguments[-1].group.rank)
+        return found
+
+    monkeypatch.setattr(follower_module, "load_engine", load_and_tell)
+    monkeypatch.setattr(sys.modules[__name__], "load_engine", load_and_tell)
+
+
+@pytest.mark.parametrize(
+    ("size", "seeds"),
+    [
+        (2, range(118, 121)),
+        pytest.param(2, range(121, 150), marks=pytest.mark.exhaustive),
+        pytest.param(4, range(150, 162), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_draft_with_a_head_of_their_own(
+    size: int,
+    seeds: range,
     folder: Path,
+    head: str,
+    alone: Recompute,
+    over_ranks: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For their own requests, which rank 0 alone knows; pages move to the host."""
+    proposers: dict[int, Any] = {}
+
+    def noted(engine: Engine, rank: int) -> None:
+        proposers[rank] = engine.runner.proposer
+
+    def guesses(engine: Any, prophet: Prophet) -> None:
+        until(lambda: len(proposers) == size)  # all ranks have loaded
+        hosts = [proposers[0], *(one.host_proposer for one in engine.runner.others)]
+        for rank, host in enumerate(hosts):
+            rows: dict[int, int] = {}
+            task = host.task
+
+            def noting(*arguments: Any, task: Any = task, rows: Any = rows) -> Any:
+                found = task(*arguments)
+                rows.clear()
+                rows |= {entry[0].request_id: n for n, entry in enumerate(found[1])}
+                return found
+
+            host.task = noting
+            own, scheduler = proposers.pop(rank), engine.scheduler.ranks[rank]
+            guess_with(own, scheduler, prophet, lambda rows=rows: dict(rows))
+
+    loading(monkeypatch, noted)
+    model = load_model(folder, device="cpu")
+    options: dict[str, Any] = {"head": head, "offloading": True, "guesses": guesses}
+    options["make"] = over_ranks(size, True, "data")
+    counts = run_cases(model, alone, seeds, **options)
+    assert counts["drafts"] > counts["right"] > 20 * len(seeds), counts
+    assert min(counts["hits"], counts["abort"], counts["preemptions"]) > 0, counts
+    assert counts["loaded"] > 0 or size > 2, counts
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "head"])
+def test_captured_steps_of_ranks_with_requests_of_their_own(
+    drafter: str,
+    folder: Path,
+    head: str,
     alone: Recompute,
     over_ranks: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where all decode, some check drafts or compute prompts, graphs are the same."""
-    tape = Tape()
+    tape, replays = Tape(), Counter[tuple[int, str]]()
     monkeypatch.setattr(graphs, "capture_graph", tape)
-    make, load = over_ranks(2, True, "data"), load_engine
 
-    def loaded(*arguments: Any) -> Any:
-        found = load(*arguments)
-        capture_steps(found[0].runner, True)
-        return found
+    def recorded(run: Any, pool: Any = None) -> SimpleNamespace:
+        def replay() -> None:
+            replays[threading.get_ident(), run.func.__name__] += 1
+            run()
 
-    # Both ranks do so at once, after they have loaded.
-    monkeypatch.setattr(follower_module, "load_engine", loaded)
-    monkeypatch.setattr(sys.modules[__name__], "load_engine", loaded)
+        return SimpleNamespace(replay=replay, pool=lambda: "a pool")
+
+    monkeypatch.setattr(head_drafter, "capture_graph", recorded)
+    make = over_ranks(2, True, "data")
+
+    def captured(engine: Engine, rank: int) -> None:
+        capture_steps(engine.runner, True)
+        capture_drafts(engine.scheduler, engine.runner)
+
+    loading(monkeypatch, captured)
     monkeypatch.setattr(RemoteRunner, "_pages", lambda self, _: self.table_width)
     model = load_model(folder, device="cpu")
-    run_cases(model, alone, range(3), make=make, drafts=True)
+    more: dict[str, Any] = {"head": head} if drafter == "head" else {"drafts": True}
+    run_cases(model, alone, range(3), make=make, **more)
     kinds = Counter((shape.chunks > 0, shape.queries) for shape in tape.replays)
     assert min(kinds[True, 1], kinds[False, 1], kinds[False, QUERIES]) >= 10, kinds
+    for name in ("_read", "_draft") if drafter == "head" else ():
+        each = [number for (_, which), number in replays.items() if which == name]
+        assert len(each) >= 2 and min(each) > 5, replays

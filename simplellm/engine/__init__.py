@@ -11,10 +11,11 @@ says what came of it, `input_batch.py` writes it into arrays,
 
 `speculative_scheduler.py` lets a step check drafts, guesses of the next tokens:
 `suffix_drafter.py` makes them of what a text said before, `head_drafter.py` of what an
-EAGLE-3 head reads and `model_drafter.py` of what a smaller model says. `speculator.py`
-chooses how many, by what `draft_budget.py` knows of their costs, which `step_times.py`
-measures, and of how many were right; `drafts.py` has the rules. `verify_chunks.py` says
-what such a step computes and `build_speculation.py` puts all of it together.
+EAGLE-3 head reads, for requests that `host_proposer.py` names, and `model_drafter.py`
+of what a smaller model says. `speculator.py` chooses how many, by what
+`draft_budget.py` knows of their costs, which `step_times.py` measures, and of how many
+were right; `drafts.py` has the rules. `verify_chunks.py` says what such a step computes
+and `build_speculation.py` puts all of it together.
 
 `sampler.py` chooses tokens. `stats.py` counts; `joins.py` makes the counts of several
 engines one. `ranks.py` has several processes take part in each step, as

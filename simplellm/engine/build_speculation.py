@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from simplellm.base.config import EngineConfig, ModelConfig, expect, read_json
 from simplellm.base.host_memory import host_pages
 from simplellm.checkpoint.eagle import (
@@ -15,9 +17,11 @@ from simplellm.checkpoint.eagle import (
     read_head_config,
 )
 from simplellm.checkpoint.families import read_config
+from simplellm.engine.data_parallel_runner import RemoteRunner
 from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.graphs import MOST_VERIFIED, bucket_sizes
 from simplellm.engine.head_drafter import AuxHiddenStates, HeadProposer
+from simplellm.engine.host_proposer import HostProposer
 from simplellm.engine.model_drafter import ModelDrafter, seconds_per_draft
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
@@ -81,8 +85,6 @@ def find_head(config: EngineConfig, model: ModelConfig) -> HeadConfig | None:
         what = "vocab_size of the model that drafts"
         expect(size == model.vocab_size, what, size, f"{model.vocab_size}, {wanted}")
         return None
-    size = config.data_parallel_size
-    expect(size == 1, "data_parallel_size", size, "1 beside an EAGLE-3 head")
     head = read_head_config(Path(name))
     head.check_fits(model)
     return head
@@ -143,6 +145,7 @@ def build_speculative_schedulers(
     ``config`` says. They are counted in one place.
     """
     name, number = config.speculative, config.num_speculative_tokens
+    proposers = list[HostProposer | None]([None for _ in managers])
     assert name is not None
     most, drafter = number or HEAD_DRAFTS, DRAFTERS.get(name)
     if drafter is not None:
@@ -153,11 +156,14 @@ def build_speculative_schedulers(
         drafter = HeadDrafts
         if (form := find_head(config, runner.model.config)) is not None:
             runner.proposer = head_proposer(runner, config, form, most)
+            proposers = [runner.proposer, *others_proposers(runner)]
     costs = StepCosts({1: 0.0}) if number is None else None
-    how: Any = {"proposer": runner.proposer, "serial_drafter": draft is not None}
+    how: Any = {"serial_drafter": draft is not None}
     # Other ranks don't have what is drafted on this one's device.
     how["overlaps"] = runner.proposer is None or runner.ranks.size == 1
-    speculators = [Speculator(most, costs, drafter, **how) for _ in managers]
+    speculators = [
+        Speculator(most, costs, drafter, proposer=one, **how) for one in proposers
+    ]
     measure_costs(speculators, runner)
     schedulers = []
     for manager, one in zip(managers, speculators, strict=True):
@@ -167,19 +173,30 @@ def build_speculative_schedulers(
     return schedulers
 
 
+def others_proposers(runner: Runner) -> list[HostProposer]:
+    """What this rank does for the heads of others, if it has runners for these."""
+    others: Sequence[RemoteRunner] = getattr(runner, "others", ())
+    host, own = torch.device("cpu"), runner.proposer
+    proposers = []
+    for other in others:
+        other.host_proposer = HostProposer(own.rows, own.page_size, host)
+        proposers.append(other.host_proposer)
+    return proposers
+
+
 def head_proposer(
     runner: Runner, config: EngineConfig, form: HeadConfig, most: int
 ) -> HeadProposer | None:
     """What drafts with the head of this ``form``, whose folder ``speculative`` is.
 
-    It's whole, and that of the rank which schedules; None on others, which only lend it
-    what it has of the model.
+    It's whole, on each rank with requests of its own; None on others, which only lend
+    it what it has of the model.
     """
     model, pool, ranks = runner.model, runner.pool, runner.ranks
     assert config.speculative is not None
     tensors = read_head(Path(config.speculative), form)
     head = build_head(form, tensors, model, ranks.whole)
-    if not ranks.schedules:
+    if not ranks.has_requests:
         return None
     aux = AuxHiddenStates(model, head.layers, config.max_num_batched_tokens)
     rows = config.max_num_seqs

@@ -13,7 +13,7 @@ steps of all GPUs, while these compute the step before.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,7 +25,15 @@ from simplellm.base.host_memory import fetch
 from simplellm.base.request import EngineError
 from simplellm.checkpoint.sharding import Shard, ShardedSource
 from simplellm.checkpoint.source import Source
-from simplellm.engine.ranks import Follower, Leader, ParallelRank, StepSender
+from simplellm.engine.host_proposer import DraftTask
+from simplellm.engine.ranks import (
+    Follower,
+    Leader,
+    ParallelRank,
+    StepSender,
+    with_tensors,
+    without_tensors,
+)
 from simplellm.engine.sampler import SamplerOutput
 from simplellm.model.ops import Ops
 from simplellm.model.parallel import data_parallel_table
@@ -39,6 +47,7 @@ class DataParallel(ParallelRank):
         return ShardedSource(source, here, self.group.max)
 
     def operations(self, ops: Ops, model: ModelConfig, dtype: torch.dtype) -> Ops:
+        self.alone = ops
         if ops.name != "Triton":
             return data_parallel_table(ops, self.group)
         from simplellm.model.kernels.expert_exchange import fuse_expert_exchange
@@ -85,11 +94,17 @@ class RemoteRank(StepSender):
     ) -> None:
         self.link.send_tensors({"call": call, **numbers}, tensors)
 
-    def answer(self) -> list[list[Tensor]]:
-        """What a step gave, which `send_call` has asked for by "fetch".
+    def send_fetch(self, count: int, task: DraftTask | None) -> None:
+        """Ask for what a step of ``count`` samples gives, and for drafts after it."""
+        sent: list[Tensor | None] = []
+        self.send_call("fetch", sent, count=count, task=without_tensors(task, sent))
 
-        Tensors in lists: the tokens, their log-probabilities, those of the vocabulary,
-        and what `score` says of each part of a prompt. Raises EngineError.
+    def answer(self) -> list[list[Tensor]]:
+        """What a step gave, which `send_fetch` has asked for.
+
+        Tensors in lists: the tokens and, if a head has drafted after it, the results of
+        that; their log-probabilities, those of the vocabulary, and what `score` says of
+        each part of a prompt. Raises EngineError.
         """
         with self.leader.guard_wait():
             try:
@@ -123,10 +138,17 @@ class DataFollower(Follower, DataParallel):
             tensors = [t if t is None else t.pin_memory() for t in tensors]
         return [t if t is None else t.to(device, non_blocking=True) for t in tensors]
 
-    def _answer(self, runner: Any, sampled: SamplerOutput | None, count: int) -> None:
+    def _answer(
+        self, runner: Any, sampled: SamplerOutput | None, message: Mapping[str, Any]
+    ) -> None:
         if sampled is None:  # the likeliest tokens
-            sampled = SamplerOutput(runner.sampled_tokens[:count])
-        groups = [[sampled.tokens], sampled.logprobs, sampled.full]
+            sampled = SamplerOutput(runner.sampled_tokens[: message["count"]])
+        tokens = [sampled.tokens]
+        columns = self._receive(message["tensors"], self.device)
+        if (task := with_tensors(message["task"], columns)) is not None:
+            task = DraftTask(*task)
+            tokens.append(runner.proposer.draft_after(task, runner.sampled_tokens))
+        groups = [tokens, sampled.logprobs, sampled.full]
         groups += [part.scores for part in runner.scores]
         host = [[fetch(tensor) for tensor in group] for group in groups]
         arrived = torch.cuda.Event() if self.device.type == "cuda" else None

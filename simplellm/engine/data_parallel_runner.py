@@ -9,6 +9,7 @@ from simplellm.base.grammar import GrammarError
 from simplellm.base.sample_position import SamplePosition
 from simplellm.engine.data_parallel_ranks import DataLeader, RemoteRank
 from simplellm.engine.graphs import Agreed, CapturedGraph, CaptureShape
+from simplellm.engine.host_proposer import DraftedRequest, HostProposer
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.ranks import ForwardPass, TokenChoice
 from simplellm.engine.runner import Flight, Runner
@@ -48,6 +49,7 @@ class RemoteRunner(Runner):
         )
         super().__init__(model, like.pool, manager, config, max_model_len, rank)
         self.like = like
+        self.host_proposer: HostProposer | None = None  # if a head drafts
 
     def compute(
         self, forward: ForwardPass, graph: CapturedGraph | None
@@ -70,18 +72,23 @@ class RemoteRunner(Runner):
     def _fetch(
         self, requests: Sequence[SamplePosition], sampled: SamplerOutput
     ) -> Flight:
-        self.ranks.send_call("fetch", (), count=len(requests))
+        task, drafted, proposer = None, list[DraftedRequest](), self.host_proposer
+        if proposer is not None and proposer.reads(self.step.scheduled):
+            task, drafted = proposer.task(self.step, self.manager, len(requests))
+        self.ranks.send_fetch(len(requests), task)
         forced = [request.forced for request in requests]
         scores, counting = self.scores, self.counting
         accepted: dict[int, int] | None = {} if self.checking else None
 
         def wait() -> StepOutput:
-            (tokens,), logprobs, full, *scored = self.ranks.answer()
+            (tokens, *results), logprobs, full, *scored = self.ranks.answer()
             if counting:  # as the other rank has counted them
                 with torch.inference_mode():
                     self.counts.add(tokens)
             pairs = zip(scores, scored, strict=True)
             parts = [part._replace(scores=found) for part, found in pairs]
+            if task is not None and proposer is not None:
+                proposer.hand_out(task, drafted, *results)
             every = requests, forced, tokens.tolist(), logprobs, full, parts
             return step_output(*every, accepted)
 
@@ -128,11 +135,12 @@ class DataParallelRunner(Runner):
             return StepOutput(tokens, logprobs, prompts, outputs[0].late)
 
         try:
-            for runner, _, sampling in steps:
-                flights.append(runner.sample(sampling))
+            # Again this rank last: the others draw and draft while it does.
+            for runner, _, sampling in reversed(steps):
+                flights.insert(0, runner.sample(sampling))
         except GrammarError:  # all other errors end the engine
-            for runner, _, _ in steps[len(flights) :]:
-                flights.append(runner.sample([]))
+            for runner, _, _ in reversed(steps[: len(steps) - len(flights)]):
+                flights.insert(0, runner.sample([]))
             wait()  # the others end the step, too
             raise
         return wait

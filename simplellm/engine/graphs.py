@@ -87,7 +87,6 @@ class StepUnderWay(NamedTuple):
 
     scheduled: Sequence[ScheduledChunk]
     sizes: Sequence[int]  # as in `Runner.view`
-    graph: CaptureShape | None  # that is replayed, if it is one without prompts
 
 
 class CaptureError(RuntimeError):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from simplellm.base.host_memory import pinned, upload
-from simplellm.base.request import UNKNOWN, Request
 from simplellm.base.sample_position import SamplePosition
 from simplellm.engine.graphs import (
     MOST_VERIFIED,
@@ -26,11 +25,11 @@ from simplellm.engine.graphs import (
     CaptureShape,
     capture_graph,
 )
-from simplellm.engine.page_manager import PageManager
+from simplellm.engine.host_proposer import DraftTask, HostProposer
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.engine.step_times import fastest
-from simplellm.engine.verify_chunks import PlaceholderChunk, has_drafts, num_drafts
+from simplellm.engine.verify_chunks import PlaceholderChunk
 from simplellm.model.batch import Batch, KVGroup
 from simplellm.model.eagle import Head, with_taps
 from simplellm.model.kv_pool import KVPool
@@ -66,14 +65,12 @@ def drafts_match(drafts: Tensor, sampled: Tensor) -> Tensor:
     return drafts == sampled
 
 
-class HeadProposer:
+class HeadProposer(HostProposer):
     """A head with its pages, which drafts after each step.
 
     ``aux`` has the states of the step's tokens [T, 3 * hidden]; ``ops`` compute, and
     attend with room for ``rows`` requests. ``pool`` has keys and values of one layer,
-    the head's. At most ``most`` drafts are made for a request. What comes of them goes
-    to ``deliver``: a request, how long its text is and the last token of it, and its
-    drafts.
+    the head's. At most ``most`` drafts are made for a request.
     """
 
     def __init__(
@@ -86,13 +83,12 @@ class HeadProposer:
         width: int,
         most: int,
     ) -> None:
-        self.head, self.ops, self.aux, self.most = head, ops, aux, most
-        self.states, self.pool, self.page_size = aux.states, pool, pool.page_size
-        self.cache = pool.keys[0], pool.values[0]
         device, empty, config = aux.states.device, head.fc.new_zeros, head.config
-        self.count = most  # drafts to make after the step that comes now
-        self.deliver: Callable[[Request, int, int, list[int]], object]
-        self.deliver = lambda request, length, last, drafts: None
+        super().__init__(rows, pool.page_size, device)
+        self.head, self.ops, self.aux, self.most = head, ops, aux, most
+        self.states, self.pool = aux.states, pool
+        self.cache = pool.keys[0], pool.values[0]
+        self.count = most
 
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -100,10 +96,7 @@ class HeadProposer:
         def on_host(*shape: int) -> list[Tensor]:  # one may be on its way
             return [pinned(shape, torch.int32, device) for _ in range(2)]
 
-        # Of each request: its first sample, its drafts that the step checks, its row in
-        # the block table, and for how many positions that has pages; 0 for padding.
-        self.staging = on_host(4, rows)
-        self.columns = numbers(4, rows)
+        self.columns = numbers(4, rows)  # see `DraftTask`
         # What the first draft is made of.
         self.q = empty(rows, config.num_attention_heads, config.head_dim)
         self.residual = empty(rows, config.hidden_size)
@@ -118,7 +111,9 @@ class HeadProposer:
         self.results = numbers(rows, 2 + most)
         self.row_of: dict[int, int] = {}
         self.host = on_host(rows, 2 + most)
-        self.index = 0
+        # What the device computes now, and by which graph, if by any.
+        self.batch: Batch
+        self.shape: CaptureShape | None = None
         # Of each token of a step: its request's row in the results of the step before,
         # or -1; if it has one, where it stands among its chunk's; its row of the batch.
         # And of each row of the batch: its request's row in the results, or -1.
@@ -259,11 +254,9 @@ class HeadProposer:
     # From the host
 
     def begin(self, scheduled: Sequence[ScheduledChunk]) -> bool:
-        """Whether the coming step will be read: drafts follow, or it has prompts."""
-        _, _, lengths, samples = zip(*scheduled, strict=True)
+        """Whether the coming step will be read, whose states are kept then."""
         self.linked, read_before = False, self.aux.wanted
-        prompts = max(lengths) > 1 or not all(samples)
-        self.aux.wanted = prompts or self.count > 0 or has_drafts(scheduled)
+        self.aux.wanted = self.reads(scheduled)
         if read_before and not self.aux.wanted and self.states.is_cuda:
             # After `_read`, all replays of a step's graph take 2 % longer on an H200,
             # until a product of one row runs outside a graph. Why isn't known.
@@ -295,25 +288,35 @@ class HeadProposer:
         links[owners, 3] = source
         self.links.copy_(staging, non_blocking=True)
 
-    def resolve_placeholders(self, batch: Batch, shape: CaptureShape | None) -> None:
-        """Complete ``batch`` of a step, of a graph's ``shape`` if it has one."""
+    def prepare(
+        self,
+        batch: Batch,
+        copies: Sequence[tuple[int, int]],
+        shape: CaptureShape | None,
+    ) -> None:
+        """Before a step: copy pages as the model does, and complete its ``batch``.
+
+        ``shape`` is that of its graph, if it has one.
+        """
+        if copies:
+            self.pool.copy(copies)
+        self.batch, self.shape = batch, shape
         if self.linked and shape is not None and shape in self.resolve_graphs:
             self.resolve_graphs[shape]()
         elif self.linked:
             self._resolve(batch)
 
     def output_lengths(
-        self, runner: Runner, requests: Sequence[SamplePosition], lengths: Tensor
+        self, requests: Sequence[SamplePosition], lengths: Tensor
     ) -> Tensor:
-        """How many tokens ``requests`` have where the runner's step samples, int64 [S].
+        """How many tokens ``requests`` have where the step samples, int64 [S].
 
         ``lengths`` is what the host says, which may know the drafts that were right.
         """
         if not self.linked:
             return lengths
-        batch = runner.view(runner.inputs, runner.step.sizes)
+        batch, prompts = self.batch, [request.num_prompt for request in requests]
         ends = batch.logits_indices[: len(lengths)].long()
-        prompts = [request.num_prompt for request in requests]
         return batch.positions[ends] + 1 - upload(prompts, torch.int64, lengths.device)
 
     def propose(
@@ -322,104 +325,49 @@ class HeadProposer:
         """Read the runner's step, and draft after it as much as `count` says.
 
         ``samples`` are where it has sampled. Once the device is done, what is returned
-        hands the drafts out, and says how many of those that the step has checked were
-        right, by the requests' numbers.
+        hands the drafts out; see `hand_out`.
         """
+        self.row_of = {}
         if not self.aux.wanted:
-            self.row_of = {}
             return None
-        scheduled, sizes, shape = runner.step
-        batch, sampled = runner.view(runner.inputs, sizes), runner.sampled_tokens
-        self.index ^= 1
+        task, drafted = self.task(runner.step, runner.manager, len(samples))
+        self.row_of = {entry.request.request_id: n for n, entry in enumerate(drafted)}
+        results = self.draft_after(task, runner.sampled_tokens)
+        if not drafted:
+            return None
+        host = self.host[self.index][: len(drafted)]
+        host.copy_(results, non_blocking=True)
+        return lambda: self.hand_out(task, drafted, host)
+
+    def draft_after(self, task: DraftTask, sampled: Tensor) -> Tensor:
+        """Start a ``task`` after the step that this rank has computed and ``sampled``.
+
+        Returns of each request how many drafts were right, the token after these, and
+        its new drafts: int32 [requests, 2 + most], which the next task writes over.
+        """
+        count, batch, shape = task.requests, self.batch, self.shape
         self.width = batch.groups[0].tables.shape[1]
-        manager = runner.manager
-        follow = self.count or has_drafts(scheduled)
-        drafting = self._arrange(scheduled, batch, manager) if follow else []
-        count = len(drafting)
-        self.row_of = {entry[0].request_id: n for n, entry in enumerate(drafting)}
+        if task.columns is not None:
+            self.columns.copy_(task.columns, non_blocking=True)
         if shape is not None and shape in self.read_graphs:
             self.read_graphs[shape]()
         else:
-            following = self._following(scheduled, batch, sampled, len(samples))
-            self._read(batch, following, sampled, count)
-        if not count:
-            return None
-        if self.count:
+            self._read(batch, self._following(task, batch, sampled), sampled, count)
+        if count and task.number:
             size = next((size for size in self.sizes if size >= count), count)
-            eager = partial(self._draft, count, self.count)
-            self.draft_graphs.get((size, self.count), eager)()
-        host, made = self.host[self.index][:count], self.count
-        host.copy_(self.results[:count], non_blocking=True)
-
-        def arrived() -> dict[int, int]:
-            accepted = {}
-            for entry, row in zip(drafting, host.tolist(), strict=True):
-                request, length, capacity = entry
-                right, last, *drafts = row[: 2 + made]
-                accepted[request.request_id] = right
-                if request.finish_reason or request.tokens[-2:] == [UNKNOWN, UNKNOWN]:
-                    continue  # the next step has them already
-                if length < 0:  # it wasn't known
-                    length = request.tokens.index(UNKNOWN, -length)
-                length += right + 1
-                # A draft has read those before it, if there were pages for them.
-                good = drafts[: max(0, capacity - length + 2)]
-                self.deliver(request, length, last, good)
-            return accepted
-
-        return arrived
-
-    def _arrange(
-        self, scheduled: Sequence[ScheduledChunk], batch: Batch, manager: PageManager
-    ) -> list[tuple[Request, int, int]]:
-        """Fill the columns, of the chunks that sample.
-
-        Returns their requests, how many tokens each has computed without its drafts,
-        and how many its pages can hold. The former is negative where it isn't known:
-        at least so many.
-        """
-        group, drafting = batch.groups[0], list[tuple[Request, int, int]]()
-        rows: list[tuple[int, int, int, int]] = []
-        decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), 0)
-        row = sample = 0
-        for number, chunk in enumerate(scheduled):
-            request, start, length, samples = chunk
-            if group.queries == 1 and number == decodes and length > 1:
-                row = group.decodes  # chunks come after all rows for decodes
-            drafts = num_drafts(chunk)
-            ended = request.finish_reason is not None  # while the step was launched
-            if samples and not ended:
-                pages = manager.tables[request.request_id].groups[0]
-                capacity = min(len(pages), self.width) * self.page_size
-                rows.append((sample, drafts, row, capacity))
-                sign = -1 if isinstance(chunk, PlaceholderChunk) else 1
-                drafting.append((request, sign * (start + length - drafts), capacity))
-            sample += (1 + drafts) * samples
-            row += 1 if group.queries == 1 else -(-length // group.queries)
-        if rows:
-            staging = self.staging[self.index]
-            columns = staging.numpy()
-            columns[:] = 0
-            columns[:, : len(rows)] = np.array(rows, dtype=np.int32).T
-            self.columns.copy_(staging, non_blocking=True)
-        return drafting
+            eager = partial(self._draft, count, task.number)
+            self.draft_graphs.get((size, task.number), eager)()
+        return self.results[:count]
 
     @staticmethod
-    def _following(
-        scheduled: Sequence[ScheduledChunk], batch: Batch, sampled: Tensor, count: int
-    ) -> Tensor:
+    def _following(task: DraftTask, batch: Batch, sampled: Tensor) -> Tensor:
         """The token after each of the step's: in the text, or just sampled."""
         following = batch.tokens.roll(-1).clamp(min=0)
-        ends, tokens, end = [], [], 0
-        for chunk in scheduled:
-            end += chunk.length
-            if not chunk.samples:
-                ends.append(end - 1)
-                tokens.append(chunk.request.tokens[chunk.start + chunk.length])
-        if ends:
-            where = upload(ends, torch.int64, following.device)
-            following[where] = upload(tokens, torch.int32, following.device)
-        following[batch.logits_indices[:count].long()] = sampled[:count]
+        if task.ends:
+            where = upload(task.ends, torch.int64, following.device)
+            following[where] = upload(task.following, torch.int32, following.device)
+        ends = batch.logits_indices[: task.samples].long()
+        following[ends] = sampled[: task.samples]
         return following
 
     @torch.inference_mode()

@@ -81,6 +81,7 @@ class Ranks:
 
     size = 1
     schedules = True  # whether this one says what is computed, as the first does
+    has_requests = True  # of its own; else it computes a part of others'
 
     def shard(self, source: Source, config: EngineConfig) -> Source:
         """What this rank has of the weights."""
@@ -156,6 +157,10 @@ class ParallelRank(Ranks):
     """One of several ranks. ``group`` are all of them, once they have met."""
 
     group: Group
+    alone: Ops  # the table of a rank alone
+
+    def operations_alone(self, ops: Ops) -> Ops:
+        return self.alone
 
     def min_of_all(self, number: int) -> int:
         return int(self.group.min(torch.tensor([number]))[0])
@@ -165,7 +170,6 @@ class TensorParallel(ParallelRank):
     """One of several ranks that have a part of each weight."""
 
     tokens: range  # of the vocabulary, this rank's
-    alone: Ops  # the table of a rank alone
     vocab_size: int
     owned: tuple[Any, Any] = None, None  # tensors, and this rank's part of them
 
@@ -186,9 +190,6 @@ class TensorParallel(ParallelRank):
         from simplellm.model.kernels.reduce import fuse_reduce  # where Triton is
 
         return fuse_reduce(shard, dtype, model.hidden_size)
-
-    def operations_alone(self, ops: Ops) -> Ops:
-        return self.alone
 
     def whole(self, weight: Weight) -> Weight:
         if not isinstance(weight, Tensor):
@@ -670,7 +671,7 @@ class Follower(ParallelRank):
                 self._has_launched()
                 continue
             if message["call"] == "fetch":
-                self._answer(runner, sampled, count)
+                self._answer(runner, sampled, message)
                 sampled = None
                 continue
             values = with_tensors(message["values"], self._receive(kinds, self.device))
@@ -694,13 +695,17 @@ class Follower(ParallelRank):
     def _has_launched(self) -> None:
         """The rank has done what a message said."""
 
-    def _answer(self, runner: Any, sampled: SamplerOutput | None, count: int) -> None:
-        """Send what a step of ``count`` samples gave, where rank 0 doesn't know it."""
+    def _answer(
+        self, runner: Any, sampled: SamplerOutput | None, message: Mapping[str, Any]
+    ) -> None:
+        """Send what a step gave that rank 0 doesn't know, as a ``message`` asks."""
         raise NotImplementedError
 
 
 class TensorFollower(Follower, TensorParallel):
     """One of ranks that all do the same."""
+
+    has_requests = False
 
     def staging(self, size: int, device: torch.device) -> list[Tensor]:
         if device.type != "cuda":

@@ -203,8 +203,6 @@ class Runner:
         drafting = self.proposer is not None and self.proposer.begin(scheduled)
         if copies:
             self.tables.invalidate()
-            if self.proposer is not None:
-                self.proposer.pool.copy(copies)
         real = CaptureShape.of(scheduled)
         if agreed is None:
             graph = self._graph(scheduled, drafting) or self._mixed(real, len(sampling))
@@ -229,8 +227,7 @@ class Runner:
         forward = ForwardPass(flat, sizes, len(sampling), copies, targets, captured)
         self.ranks.send_forward(forward)
         self.sampling = [*sampling]
-        alone = captured if captured and not captured.chunks else None
-        self.step = StepUnderWay(scheduled, sizes, alone)
+        self.step = StepUnderWay(scheduled, sizes)
         self.scores = self.compute(forward, graph)
 
     def compute(
@@ -242,7 +239,7 @@ class Runner:
         self.inputs[: len(flat)].copy_(flat, non_blocking=True)
         batch, hidden = self.view(self.inputs, sizes), self.hidden
         if self.proposer is not None:
-            self.proposer.resolve_placeholders(batch, forward.graph)
+            self.proposer.prepare(batch, copies, forward.graph)
         if graph is not None:
             graph.replay()
         else:
@@ -295,7 +292,7 @@ class Runner:
         if tensors.random or changed or tensors.logprobs is not None:
             lengths = upload(output_lengths(requests), torch.int64, self.device)
             if self.proposer is not None:
-                lengths = self.proposer.output_lengths(self, requests, lengths)
+                lengths = self.proposer.output_lengths(requests, lengths)
             counts = self.counts if counting else None
             choice = TokenChoice(count, tensors, lengths, counts, mask)
             self.ranks.send_sample(choice)
