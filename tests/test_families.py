@@ -391,8 +391,25 @@ def test_yarn_makes_room_for_longer_texts(theirs) -> None:
     assert worst(found, expected) < TOLERANCE
     with LLM(oracle.folder, ENGINE, device="cpu") as llm:
         assert llm.engine_core.max_model_len == 800
-    llama = read_config(theirs("Llama llama3").folder / "config.json")
-    assert llama.max_position_embeddings == 256  # long as it is
+
+
+@torch.inference_mode()
+def test_linear_rope_makes_room_for_longer_texts(theirs) -> None:
+    """Vicuna 16k's max_position_embeddings is 4096, and its factor 4."""
+    oracle, ids = theirs("Llama linear"), torch.arange(600) % 101
+    assert oracle.model.config.max_position_embeddings == 256
+    found = load_model(oracle.folder, device="cpu").logits(ids)
+    assert worst(found, oracle.model(ids[None]).logits[0]) < TOLERANCE
+    with LLM(oracle.folder, replace(ENGINE, num_pages=300), device="cpu") as llm:
+        assert llm.engine_core.max_model_len == 4 * 256
+
+
+@pytest.mark.parametrize("name", ["Llama llama3", "Llama longrope", "Gemma3"])
+def test_a_length_that_has_the_factor_in_it_stays(name: str, theirs) -> None:
+    """As vLLM has it: of these, published files say how long texts are in the end."""
+    config = read_config(theirs(name).folder / "config.json")
+    assert config.rope_scaling is not None and config.rope_scaling.factor > 1
+    assert config.max_position_embeddings == 256
 
 
 def test_gemmas_local_layers() -> None:

@@ -588,6 +588,19 @@ def test_lists_and_neutral_values_are_taken(llama: Path, tmp_path: Path) -> None
     assert read_gguf_config(open_container(path)) == read_gguf_config(plain)
 
 
+def test_a_context_length_has_the_factor_in_it(llama: Path, tmp_path: Path) -> None:
+    """Unlike max_position_embeddings, which vLLM multiplies by it."""
+    path = changed(
+        llama / "model.gguf",
+        tmp_path / "a.gguf",
+        llama__rope__scaling__type="linear",
+        llama__rope__scaling__factor=4.0,
+    )
+    config = read_gguf_config(open_container(path))
+    assert config.rope_scaling is not None and config.rope_scaling.factor == 4
+    assert config.max_position_embeddings == 256
+
+
 def test_gemmas_pattern_may_be_a_list(tmp_path: Path) -> None:
     folder = tmp_path / "gemma"
     write(folder, MODELS["Gemma3"]().build())

@@ -91,6 +91,7 @@ class Family:
     names: tuple[Name, ...]  # what its tensors are called by us and on the hub
     defaults: Data  # transformers', for what a config.json omits
     activation: str = "swiglu"
+    stretched: bool = False  # max_position_embeddings has RoPE's factor in it
     fields: Callable[[Data], Mapping[str, Any]] = lambda data: {}  # of `ModelConfig`
     # Fields of config.json that have another name here.
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -163,9 +164,8 @@ class Family:
         scaling, theta = rope(data)
         fields = read(ModelConfig, {**sizes(data), "rope_theta": theta})
         ends = (end_token_ids(part, fields["vocab_size"]) for part in (outer, text))
-        if scaling and scaling.rope_type == "yarn":
-            length = int(scaling.original_max_position_embeddings * scaling.factor)
-            longest = max(length, fields["max_position_embeddings"])
+        if scaling and not self.stretched:
+            longest = longest_text(scaling, fields["max_position_embeddings"])
             fields["max_position_embeddings"] = longest
         count = fields["num_hidden_layers"]
         types = data.get("layer_types") or ["full_attention"] * count
@@ -206,6 +206,17 @@ def sizes(data: Data) -> dict[str, Any]:
         "intermediate_size": 4 * hidden,
     }
     return fields | given
+
+
+def longest_text(scaling: RopeScaling, length: int) -> int:
+    """The tokens of a text, where max_position_embeddings is ``length``; as in vLLM."""
+    if scaling.rope_type in ("llama3", "longrope"):  # which have the factor in it
+        return length
+    if scaling.rope_type == "yarn":
+        stretched = scaling.original_max_position_embeddings * scaling.factor
+    else:
+        stretched = length * scaling.factor
+    return max(length, int(stretched))
 
 
 def rope(data: Data) -> tuple[RopeScaling | None, Any]:

@@ -130,6 +130,10 @@ def read_gguf_config(
         config = family_config(data)
         # llama.cpp's norms have what the family adds to their weights, added.
         config = replace(config, norm_offset=0.0)
+        scaling = config.rope_scaling
+        if scaling and scaling.rope_type == "linear":  # its factor is in that length
+            name = "max_position_embeddings"
+            config = replace(config, **{name: data.get(name, getattr(config, name))})
         return replace(config, formats=formats_of(config, container, kept))
 
 
