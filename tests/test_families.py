@@ -304,6 +304,20 @@ def test_longrope_of_short_texts(theirs) -> None:
     )
 
 
+@pytest.mark.parametrize("longest", [60, 120, None])
+@torch.inference_mode()
+def test_dynamic_rope_is_that_of_the_longest_text(longest: int | None, theirs) -> None:
+    """transformers' base follows each text's length; ours is the same for all."""
+    oracle, length = theirs("Llama dynamic"), longest or 2 * 75
+    expected = oracle.model(IDS[None, :length]).logits[0]
+    with LLM(oracle.folder, ENGINE, device="cpu", max_model_len=longest) as llm:
+        assert llm.engine_core.max_model_len == length
+        found = llm.engine_core.runner.model.logits(IDS[:length])
+    assert worst(found, expected) < TOLERANCE
+    plain = oracle.model(IDS[None, :50]).logits[0]  # which is as short as in training
+    assert (worst(found[:50], plain) < TOLERANCE) == (length <= 75)
+
+
 # What config.json leaves out.
 
 
