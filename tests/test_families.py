@@ -304,6 +304,22 @@ def test_longrope_of_short_texts(theirs) -> None:
     )
 
 
+@torch.inference_mode()
+def test_longrope_is_for_short_texts_where_vllm_has_it_so(
+    theirs, tmp_path: Path
+) -> None:
+    """Unless max_model_len says otherwise: Phi-3's original length is outside."""
+    oracle = theirs("Llama longrope")
+    write(tmp_path, oracle.model)
+    change(tmp_path, given(original_max_position_embeddings=100))
+    expected = oracle.model(IDS[None, :90]).logits[0]
+    for longest, length in ((None, 100), (150, 150)):
+        with LLM(tmp_path, ENGINE, device="cpu", max_model_len=longest) as llm:
+            assert llm.engine_core.max_model_len == length
+            found = llm.engine_core.runner.model.logits(IDS[:90])
+        assert (worst(found, expected) < TOLERANCE) == (length == 100)
+
+
 @pytest.mark.parametrize("longest", [60, 120, None])
 @torch.inference_mode()
 def test_dynamic_rope_is_that_of_the_longest_text(longest: int | None, theirs) -> None:

@@ -399,6 +399,8 @@ class ModelConfig:
     rope_theta: float = declared(above=1, high=1e18)
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = declared()
+    # Of LongRoPE, where it stands outside of the entry: the default of max_model_len.
+    original_max_position_embeddings: int | None = declared(None)
     swiglu_limit: float = declared(7.0, above=0, high=1e18)
     swiglu_alpha: float = declared(1.702, above=0, high=1e18)
     attention_bias: bool = declared(True)  # of the projections of attention
@@ -450,12 +452,14 @@ class ModelConfig:
         """The config for texts of so many tokens, if RoPE depends on their length.
 
         LongRoPE and dynamic RoPE choose frequencies once, by max_position_embeddings,
-        for those of a cached key can't change while its text grows.
+        for those of a cached key can't change while its text grows. None: as in vLLM.
         """
         kind = self.rope_scaling and self.rope_scaling.rope_type
-        longest = min(max_model_len or MAX_SIZE, self.max_position_embeddings)
         if kind not in ("longrope", "dynamic"):
             return self
+        if kind == "longrope" and max_model_len is None:
+            max_model_len = self.original_max_position_embeddings
+        longest = min(max_model_len or MAX_SIZE, self.max_position_embeddings)
         return replace(self, max_position_embeddings=longest)
 
     def window(self, layer: int) -> int | None:
