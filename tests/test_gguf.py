@@ -409,17 +409,44 @@ def test_smollm_takes_digits_one_by_one(tmp_path: Path) -> None:
     assert made.encode("12345").ids != library_of_gpt2().encode("12345").ids
 
 
-def test_deepseeks_cuts_are_llama_cpps(tmp_path: Path) -> None:
-    """One after another, each within what those before it have left."""
+TEXT = "It's  2.50 a\n\n\u6d4b\u8bd5x!"
+ODD = "\u0294\u0295 \u10d0 \u01c4 `$1234567"  # letters of which some have no case
+CUTS = {
+    "deepseek-coder": (
+        ["It", "'", "s", "  ", "2", ".", "5", "0", " a", "\n", "\n"],
+        ["\u6d4b\u8bd5", "x", "!"],
+        ["\u0294\u0295", " ", "\u10d0", " \u01c4", " `$", *"1234567"],
+    ),
+    "deepseek-llm": (
+        ["It", "'", "s", "  ", "2", ".", "50", " a", "\n", "\n"],
+        ["\u6d4b\u8bd5", "x", "!"],
+        ["\u0294", "\u0295", " ", "\u10d0", " \u01c4", " `$", "1234567"],
+    ),
+    "default": (
+        ["It", "'", "s", " ", " ", "2", ".", "50", " a", "\n", "\n"],
+        ["\u6d4b\u8bd5x", "!"],
+        ["\u0294\u0295", " \u10d0", " \u01c4", " `", "$", "123", "456", "7"],
+    ),
+}
+
+
+@pytest.mark.parametrize("pre", [*CUTS, None])
+def test_cuts_are_llama_cpps(pre: str | None, tmp_path: Path) -> None:
+    """One after another, each within what those before it have left.
+
+    Its ids of thousands of random texts were those of our cuts, except where there were
+    spaces beyond ASCII, for which it looks in another way than the hub's files.
+    """
     _, _, metadata = tokenizer_of("gpt2", tmp_path, library_of_gpt2())
-    named = {**metadata, "tokenizer.ggml.pre": "deepseek-coder"}
+    del metadata["tokenizer.ggml.pre"]
+    named = {**metadata, "tokenizer.ggml.pre": pre} if pre else metadata
     made = Tokenizer.from_str(json.dumps(tokenizer_data(named)))
     assert made.pre_tokenizer is not None
-    text = "It's  2.50 a\n\n\u6d4b\u8bd5x!"
-    found = made.pre_tokenizer.pre_tokenize_str(text)
-    pieces = [text[begin:end] for _, (begin, end) in found]
-    wanted = ["It", "'", "s", "  ", "2", ".", "5", "0", " a", "\n", "\n"]
-    assert pieces == [*wanted, "\u6d4b\u8bd5", "x", "!"]
+    first, second, odd = CUTS[pre or "default"]
+    for text, wanted in ((TEXT, first + second), (ODD, odd)):
+        found = made.pre_tokenizer.pre_tokenize_str(text)
+        assert [text[begin:end] for _, (begin, end) in found] == wanted
+    assert settings_data(named).get("add_bos_token") is False
 
 
 def library_of_gpt2() -> Tokenizer:
