@@ -259,6 +259,16 @@ def test_angles_that_old_files_hold(name: str, theirs, tmp_path: Path) -> None:
     assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
 
 
+def test_code_beside_a_known_model_is_left_aside(theirs, tmp_path: Path) -> None:
+    """As in transformers, which would fail if it looked for this module."""
+    oracle = theirs("Llama")
+    write(tmp_path, oracle.model)
+    change(tmp_path, given(auto_map={"AutoModelForCausalLM": "nowhere.Mine"}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(reference) is type(oracle.model)
+    assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_head_that_is_stored_though_tied(shards: int, theirs, tmp_path: Path) -> None:
     """As transformers does: another one counts, the same one is the embedding."""
@@ -566,7 +576,10 @@ def given(**changes: Any) -> Edit:
 CONFIGS: dict[str, tuple[str, Edit, str]] = {
     "family": ("Llama", given(model_type="mamba"), "model_type is 'mamba'; expected"),
     "vision family": ("Llama", given(model_type="llava"), "model_type is 'llava'"),
-    "code": ("Llama", given(auto_map={"AutoModel": "x.Y"}), "auto_map is {'AutoModel'"),
+    "code": (
+        "Llama", given(model_type="mine", auto_map={"AutoModel": "x.Y"}),
+        "auto_map is {'AutoModel': 'x.Y'}; expected none beside an unknown model_type",
+    ),
     "HQQ": (
         "Llama", given(quantization_config={"quant_method": "hqq"}),
         "quantization_config.quant_method is 'hqq'",
