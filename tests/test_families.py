@@ -259,6 +259,16 @@ def test_angles_that_old_files_hold(name: str, theirs, tmp_path: Path) -> None:
     assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
 
 
+def test_the_head_that_ppo_trains_beside_is_left_aside(theirs, tmp_path: Path) -> None:
+    """TRL saves it with the model, and transformers says that it doesn't need it."""
+    oracle = theirs("Llama")
+    write(tmp_path, oracle.model)
+    head = {"v_head.summary.weight": torch.ones(1, 48), "v_head.summary.bias": IDS[:1]}
+    rewrite(tmp_path, lambda tensors: tensors | head)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+
+
 def test_code_beside_a_known_model_is_left_aside(theirs, tmp_path: Path) -> None:
     """As in transformers, which would fail if it looked for this module."""
     oracle = theirs("Llama")

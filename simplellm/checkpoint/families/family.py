@@ -73,6 +73,7 @@ HARMLESS = frozenset(
 PRIVATE = re.compile(r"^_|dropout$|_pdrop$|^summary_")
 
 OLD_ANGLES = (r"\.rotary_emb\.inv_freq$", None)  # transformers' until 2023
+VALUE_HEAD = (r"^v_head\.", None)  # TRL's, of a model trained by PPO
 # Spellings of the tensors of a model that sees images, too; only its text part runs.
 TEXT_PART = (
     (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
@@ -105,7 +106,7 @@ class Family:
 
     def spelled(self, stored: str) -> str | None:
         """The name that we expect for a tensor ``stored`` under another."""
-        for pattern, mine in (OLD_ANGLES, *self.spellings):
+        for pattern, mine in (OLD_ANGLES, VALUE_HEAD, *self.spellings):
             if mine is None and re.search(pattern, stored):
                 return None
             stored = re.sub(pattern, mine or "", stored)
