@@ -72,7 +72,7 @@ class Rounded:
         scales = ((high - low) / most).half()
         zeros = (-low / scales).round().clamp(1, most).int()
         if symmetric:
-            zeros = torch.full_like(zeros, 8)
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
         values = (weight / scales[:, index]).round() + zeros[:, index]
         return cls(values.clamp(0, most).int(), zeros, scales, index, bits)
 
@@ -102,13 +102,13 @@ class Rounded:
 
     def compressed(self, name: str) -> dict[str, Tensor]:
         return {
-            name + "_packed": words(self.values),
+            name + "_packed": words(self.values, range(32 // self.bits)),
             name + "_scale": self.scales.bfloat16(),
             name + "_shape": torch.tensor(self.values.shape),
         }
 
     def with_zeros(self, name: str) -> dict[str, Tensor]:
-        zeros = words(self.zeros.T).T.contiguous()
+        zeros = words(self.zeros.T, range(32 // self.bits)).T.contiguous()
         return self.compressed(name) | {name + "_zero_point": zeros}
 
     def in_any_order(self, name: str) -> dict[str, Tensor]:
@@ -161,6 +161,12 @@ WAYS = {
     "INT4": Way(Rounded.compressed, in_scheme(32), 32, symmetric=True),
     "INT4 by rows": Way(Rounded.compressed, in_scheme(None), 4096, symmetric=True),
     "INT4 asymmetric": Way(Rounded.with_zeros, in_scheme(32, symmetric=False), 32),
+    "INT8": Way(Rounded.compressed, in_scheme(32, num_bits=8), 32, True, bits=8),
+    "INT8 by rows, asymmetric": Way(
+        Rounded.with_zeros,
+        in_scheme(None, num_bits=8, symmetric=False, actorder=None),
+        *(4096, False, False, 8),
+    ),
     "INT4 act-order": Way(
         Rounded.in_any_order, in_scheme(32, actorder="group"), 32, True, True
     ),
@@ -276,20 +282,21 @@ def test_modules_that_gptq_leaves_out(tmp_path: Path) -> None:
     assert errors(logits(tmp_path), expected).max() < 1e-4
 
 
-def test_the_library_writes_the_same_words() -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_library_writes_the_same_words(bits: int) -> None:
     """Zero points too, which compressed-tensors packs along the other axis."""
     library = pytest.importorskip("compressed_tensors")
-    config = in_scheme(32, symmetric=False, actorder=None)
+    config = in_scheme(32, num_bits=bits, symmetric=False, actorder=None)
     scheme = library.quantization.QuantizationConfig.model_validate(config)
     compressor = library.compressors.BaseCompressor.get_value_from_registry(
         "pack-quantized"
     )
-    made = Rounded.of(torch.randn(40, 96), 32, symmetric=False, mixed=False)
+    made = Rounded.of(torch.randn(40, 96), 32, False, False, bits)
     stored = compressor.compress(
         {
             "weight": made.numbers(),
             "weight_scale": made.scales.float(),
-            "weight_zero_point": (made.zeros - 8).to(torch.int8),
+            "weight_zero_point": (made.zeros - 2 ** (bits - 1)).to(torch.int8),
         },
         scheme.config_groups["group_0"],
     )

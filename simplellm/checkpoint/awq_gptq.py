@@ -47,10 +47,10 @@ def dequantize_groups(form: GroupedInt, parts: Sequence[Tensor]) -> Tensor:
         values = unpack(stored["qweight"].mT, bits)
         zeros, width = unpack(stored["qzeros"], bits).mT, len(stored["g_idx"])
     else:
-        values, width = unpack(stored["_packed"]), int(stored["_shape"][-1])
-        zeros = torch.full_like(stored["_scale"], 8)
+        values, width = unpack(stored["_packed"], bits), int(stored["_shape"][-1])
+        zeros = torch.full_like(stored["_scale"], 2 ** (bits - 1))
         if "_zero_point" in stored:
-            zeros = unpack(stored["_zero_point"].mT).mT
+            zeros = unpack(stored["_zero_point"].mT, bits).mT
     scales = stored["_scale"] if "_scale" in stored else stored["scales"].mT
     scales, (height, groups) = scales.float(), scales.shape
     of_group = torch.arange(width) // (form.group_size or width)

@@ -437,8 +437,10 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     check_allowed(f"{where}.weights", weights, dynamic=(False,), type=("int", "float"))
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     mine = [key for key in SCHEMES if key[0] == kind]
-    if (kind, bits) == ("int", 4):
-        return read_int4(where, scheme, scheme.get("format") or default)
+    packing = scheme.get("format") or default
+    grouped = weights.get("strategy") == "group" or weights.get("symmetric") is False
+    if kind == "int" and (bits == 4 or (packing == "pack-quantized" and grouped)):
+        return read_grouped_int(where, scheme, packing)
     four = bits == 4
     check_allowed(
         f"{where}.weights",
@@ -464,7 +466,6 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
             strategy=("group",) if square else ("token", "tensor"),
             group_size=(128,) if square else (None,),
         )
-    packing = scheme.get("format") or default
     known: tuple[str, ...] = f"{kind}-quantized", "naive-quantized"
     known += ("pack-quantized",) if kind == "int" else ()
     one_of(f"{where}.format", packing, ("mxfp4-pack-quantized",) if four else known)
@@ -472,13 +473,19 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     return replace(form, suffixes=PACKED) if packing == "pack-quantized" else form
 
 
-def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> GroupedInt:
-    """The format of a scheme of 4 bits, whose products leave their inputs alone."""
+def read_grouped_int(
+    where: str, scheme: Mapping[str, Any], packing: object
+) -> GroupedInt:
+    """The format of a scheme of packed bits, whose products leave their inputs alone.
+
+    Of 8 bits only those in groups or with zero points, as all else is `Scaled`.
+    """
     weights = scheme["weights"]
     check_allowed(where, scheme, input_activations=(None,))
     check_allowed(
         f"{where}.weights",
         weights,
+        num_bits=(4, 8),
         strategy=("group", "channel"),
         symmetric=(True, False),
         actorder=(None, "static", "weight", "group"),
@@ -489,7 +496,8 @@ def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> Grouped
     suffixes: tuple[str, ...] = PACKED
     suffixes += () if weights.get("symmetric", True) else ("_zero_point",)
     suffixes += ("_g_idx",) if weights.get("actorder") == "group" else ()
-    return GroupedInt("INT4", suffixes, group_size=size)
+    bits = weights.get("num_bits", 8)
+    return GroupedInt(f"INT{bits}", suffixes, bits=bits, group_size=size)
 
 
 QUANT_METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
