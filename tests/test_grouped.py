@@ -264,6 +264,20 @@ def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("acting", [False, True])
+def test_groups_in_order_need_no_list(acting: bool, tmp_path: Path) -> None:
+    """Older files have one all the same."""
+    way = replace(WAYS["GPTQ"], config={**GPTQ, "desc_act": acting})
+    written("Qwen3-MoE", way, tmp_path)
+    expected = logits(tmp_path)
+    rewrite(tmp_path, lambda t: {n: t[n] for n in t if not n.endswith(".g_idx")})
+    if acting:  # the order counts
+        with pytest.raises(CheckpointError, match=r"lacks '.*\.g_idx'"):
+            Checkpoint(tmp_path)
+    else:
+        assert torch.equal(logits(tmp_path), expected)
+
+
 def test_modules_that_gptq_leaves_out(tmp_path: Path) -> None:
     """As GPTQModel names them, in "dynamic"."""
     dynamic: dict[str, Any] = {r"-:.*layers\.1\.mlp\..*": {}}

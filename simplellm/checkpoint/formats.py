@@ -116,10 +116,21 @@ class GroupedInt(NumberFormat):
     bits: int = 4
     group_size: int = 0
     zero: int = 0
+    in_order: bool = False  # the groups' inputs are, and need not be listed
 
     @property
     def is_kept(self) -> bool:
         return False
+
+    @property
+    def is_awq(self) -> bool:
+        return self.name == "AWQ"
+
+    @property
+    def without_index(self) -> "GroupedInt":
+        """The format of a file that does not list the group of each input."""
+        listed = "g_idx" in self.suffixes and self.in_order
+        return replace(self, suffixes=self.suffixes[:-1]) if listed else self
 
     def stored_name(self, weight: str, suffix: str) -> str:
         """AWQ and GPTQ have a suffix in the place of "weight"."""
@@ -137,7 +148,7 @@ class GroupedInt(NumberFormat):
             "_shape": (2,),
             "_zero_point": (rows, groups),
             "_g_idx": (width,),
-            "qweight": (width, rows) if self.suffixes == AWQ else (columns, height),
+            "qweight": (width, rows) if self.is_awq else (columns, height),
             "scales": (groups, height),
             "qzeros": (groups, rows),
             "g_idx": (width,),
@@ -396,6 +407,7 @@ def read_gptq(config: Mapping[str, Any]) -> Quantization:
     version = config.get("checkpoint_format") or config.get("format")
     zero = int(version != "gptq_v2")
     form = GroupedInt("GPTQ", GPTQ, bits=config["bits"], group_size=size, zero=zero)
+    form = replace(form, in_order=not config.get("desc_act"))
     dynamic = config.get("dynamic") or {}
     check_allowed(f"{FIELD}.dynamic", dynamic)
     ok = all(expression.startswith("-:") for expression in dynamic)
