@@ -21,6 +21,7 @@ from families_text import (
     SETTINGS,
     TEMPLATES,
     open_folder,
+    unigram,
     write_text_side,
 )
 from hypothesis import example, given, settings
@@ -33,6 +34,7 @@ from simplellm.base.config import ConfigError
 from simplellm.base.files import FolderFiles
 from simplellm.text.detokenizer import StreamDecoder
 from simplellm.text.dialects.dialect import Dialect, load_tokenizer_and_dialect
+from simplellm.text.dialects.encoder import read_tokenizer
 from simplellm.text.dialects.sandbox import (
     compile_template,
     parse_template,
@@ -56,6 +58,18 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
         library = tokenizers.Tokenizer.from_file(file)
         found[kind] = (*open_folder(folder), library, folder)
     return found
+
+
+Made = tuple[Tokenizer, Any]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Of a Unigram without bytes: our tokenizer, and the library's."""
+    library = unigram(with_bytes=False)
+    file = tmp_path_factory.mktemp("unigram") / "tokenizer.json"
+    library.save(str(file))
+    return read_tokenizer(file, json.loads(file.read_text("utf-8")))[0], library
 
 
 NAMES = (
@@ -110,7 +124,7 @@ def test_streamed_bytes_add_up_to_the_librarys_text(
     streamed = "".join(map(decoder.push, ids)) + decoder.flush()
     assert streamed == tokenizer.decode(ids)
     theirs = library.decode(ids, skip_special_tokens=False)
-    cut = "mistral" in kind
+    cut = "mistral" in kind or kind == "unigram"
     assert (streamed.removeprefix(" ") if cut else streamed) == theirs
     if kind in (
         "llama",
@@ -126,6 +140,21 @@ def test_all_bytes_of_a_family_can_be_decoded(opened: Opened) -> None:
         singles = {token for token in tokenizer.tokens.values() if len(token) == 1}
         missing = {byte for byte in range(256) if bytes([byte]) not in singles}
         assert missing == {*(LACKING if kind == "smollm" else ())}
+
+
+@settings(max_examples=250)
+@given(text=TEXTS)
+def test_pieces_need_no_bytes_beside_them(made: Made, text: str) -> None:
+    """The library has the unknown one for what no piece spells: here it's left out."""
+    tokenizer, library = made
+    theirs = library.encode(text, add_special_tokens=False).ids
+    unknown = library.token_to_id("<unk>")
+    found = tokenizer.encode(text, special=True)
+    if "<unk>" not in text:
+        assert found == [id for id in theirs if id != unknown]
+    assert unknown not in tokenizer.encode(text)
+    ours = tokenizer.decode(found)
+    assert ours.removeprefix(" ") == library.decode(found, skip_special_tokens=False)
 
 
 def test_what_no_token_spells_is_left_out(opened: Opened, tmp_path: Path) -> None:
@@ -328,7 +357,8 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:
 
 BAD_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no model": (lambda config: config.pop("model"), "model is NoneType; expected an"),
-    "another model": (put("model.type", "Unigram"), "model.type is 'Unigram'"),
+    "another model": (put("model.type", "WordLevel"), "model.type is 'WordLevel'"),
+    "no pieces": (put("model.type", "Unigram"), "model.vocab is dict; expected a list"),
     "an old WordPiece": (
         lambda config: [config["model"].pop(key) for key in ("type", "merges")],
         "model.type is None; expected one of 'BPE'",
