@@ -6,12 +6,14 @@ transformers are the references.
 
 import json
 import unicodedata
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 import tokenizers
 from checkpoints import TINY
 from families_text import (
@@ -19,6 +21,8 @@ from families_text import (
     KINDS,
     LACKING,
     SETTINGS,
+    SPLIT,
+    TEKKEN,
     TEMPLATES,
     open_folder,
     unigram,
@@ -43,7 +47,7 @@ from simplellm.text.dialects.sandbox import (
 from simplellm.text.dialects.template import hide_text
 from simplellm.text.harmony import Message, Tool, ToolCall, from_openai, tool_calls
 from simplellm.text.harmony.schema import as_tools
-from simplellm.text.tokenizer import Tokenizer, TokenizerError
+from simplellm.text.tokenizer import Tokenizer, TokenizerError, printed_bytes
 
 Opened = dict[str, tuple[Tokenizer, Dialect, Any, Path]]
 
@@ -155,6 +159,64 @@ def test_pieces_need_no_bytes_beside_them(made: Made, text: str) -> None:
     assert unknown not in tokenizer.encode(text)
     ours = tokenizer.decode(found)
     assert ours.removeprefix(" ") == library.decode(found, skip_special_tokens=False)
+
+
+def tekken_file(folder: Path) -> tiktoken.Encoding:
+    """Write a tekken.json; return Mistral's own library's way to encode, tiktoken."""
+    data = json.loads(KINDS["tekken"]().to_str())
+    tokens = sorted(data["model"]["vocab"], key=data["model"]["vocab"].__getitem__)
+    ranks = [bytes([byte]) for byte in range(256)]
+    ranks += [token for token in map(to_bytes, tokens) if len(token) > 1]
+    names = TEKKEN.split()
+    tekken = {
+        "config": {
+            "pattern": SPLIT,
+            "num_vocab_tokens": len(ranks),
+            "default_vocab_size": 100 + len(ranks) - 5,  # the last ones are left out
+            "default_num_special_tokens": 100,
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(ranks)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": name, "is_control": True}
+            for rank, name in enumerate(names)
+        ],
+    }
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    return tiktoken.Encoding(
+        "tekken",
+        pat_str=SPLIT,
+        mergeable_ranks={token: rank for rank, token in enumerate(ranks[:-5])},
+        special_tokens={},
+    )
+
+
+def to_bytes(token: str) -> bytes:
+    return bytes(printed_bytes()[char] for char in token)
+
+
+@pytest.fixture(scope="module")
+def tekken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
+    folder = tmp_path_factory.mktemp("tekken")
+    library = tekken_file(folder)
+    mistral = replace(TINY, model_type="mistral", vocab_size=1000)
+    tokenizer, dialect = load_tokenizer_and_dialect(FolderFiles(folder), mistral)
+    assert tokenizer is not None and dialect.begin == (1,)
+    return tokenizer, library
+
+
+@settings(max_examples=250)
+@given(text=TEXTS)
+def test_mistrals_own_file_will_do(tekken: tuple[Tokenizer, Any], text: str) -> None:
+    """A token's id there is its rank behind the control tokens."""
+    tokenizer, library = tekken
+    ids = tokenizer.encode(text)
+    assert ids == [100 + rank for rank in library.encode_ordinary(text)]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("[INST]", special=True) == [3] != tokenizer.encode("[INST]")
 
 
 def test_what_no_token_spells_is_left_out(opened: Opened, tmp_path: Path) -> None:
