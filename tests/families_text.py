@@ -176,6 +176,32 @@ def sentencepiece(kind: str) -> Tokenizer:
     return tokenizer
 
 
+def unigram(with_bytes: bool = True) -> Tokenizer:
+    """As llm-jp's; those of T5 and others have no tokens of bytes."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        unk_token="<unk>",
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.decoder = decoders.Metaspace("▁", prepend_scheme="first")
+    if with_bytes:
+        back = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+        tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)])
+    config = json.loads(tokenizer.to_str())
+    if with_bytes:
+        bytes_ = [[f"<0x{byte:02X}>", 0.0] for byte in range(256)]
+        config["model"]["vocab"][3:3] = bytes_
+        config["model"]["byte_fallback"] = True
+    tokenizer = Tokenizer.from_str(json.dumps(config))
+    tokenizer.add_special_tokens(added(MISTRAL))
+    tokenizer.add_tokens(added(WORDS, special=False))
+    return tokenizer
+
+
 KINDS = {
     "qwen": qwen,
     "llama": llama,
@@ -186,6 +212,7 @@ KINDS = {
     "old mistral": lambda: sentencepiece("old mistral"),
     "tekken": lambda: byte_level(SPLIT, TEKKEN),
     "gemma": lambda: sentencepiece("gemma"),
+    "unigram": unigram,
 }
 
 QWEN_TEMPLATE = """
@@ -548,6 +575,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "tekken": {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"},
     "gemma": {"add_bos_token": True, "bos_token": "<bos>", "eos_token": "<eos>"},
+    "unigram": {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"},
 }
 
 

@@ -6,12 +6,14 @@ transformers are the references.
 
 import json
 import unicodedata
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 import tokenizers
 from checkpoints import TINY
 from families_text import (
@@ -19,8 +21,11 @@ from families_text import (
     KINDS,
     LACKING,
     SETTINGS,
+    SPLIT,
+    TEKKEN,
     TEMPLATES,
     open_folder,
+    unigram,
     write_text_side,
 )
 from hypothesis import example, given, settings
@@ -33,6 +38,7 @@ from simplellm.base.config import ConfigError
 from simplellm.base.files import FolderFiles
 from simplellm.text.detokenizer import StreamDecoder
 from simplellm.text.dialects.dialect import Dialect, load_tokenizer_and_dialect
+from simplellm.text.dialects.encoder import read_tokenizer
 from simplellm.text.dialects.sandbox import (
     compile_template,
     parse_template,
@@ -41,7 +47,7 @@ from simplellm.text.dialects.sandbox import (
 from simplellm.text.dialects.template import hide_text
 from simplellm.text.harmony import Message, Tool, ToolCall, from_openai, tool_calls
 from simplellm.text.harmony.schema import as_tools
-from simplellm.text.tokenizer import Tokenizer, TokenizerError
+from simplellm.text.tokenizer import Tokenizer, TokenizerError, printed_bytes
 
 Opened = dict[str, tuple[Tokenizer, Dialect, Any, Path]]
 
@@ -56,6 +62,18 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
         library = tokenizers.Tokenizer.from_file(file)
         found[kind] = (*open_folder(folder), library, folder)
     return found
+
+
+Made = tuple[Tokenizer, Any]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Of a Unigram without bytes: our tokenizer, and the library's."""
+    library = unigram(with_bytes=False)
+    file = tmp_path_factory.mktemp("unigram") / "tokenizer.json"
+    library.save(str(file))
+    return read_tokenizer(file, json.loads(file.read_text("utf-8")))[0], library
 
 
 NAMES = (
@@ -110,7 +128,7 @@ def test_streamed_bytes_add_up_to_the_librarys_text(
     streamed = "".join(map(decoder.push, ids)) + decoder.flush()
     assert streamed == tokenizer.decode(ids)
     theirs = library.decode(ids, skip_special_tokens=False)
-    cut = "mistral" in kind
+    cut = "mistral" in kind or kind == "unigram"
     assert (streamed.removeprefix(" ") if cut else streamed) == theirs
     if kind in (
         "llama",
@@ -126,6 +144,79 @@ def test_all_bytes_of_a_family_can_be_decoded(opened: Opened) -> None:
         singles = {token for token in tokenizer.tokens.values() if len(token) == 1}
         missing = {byte for byte in range(256) if bytes([byte]) not in singles}
         assert missing == {*(LACKING if kind == "smollm" else ())}
+
+
+@settings(max_examples=250)
+@given(text=TEXTS)
+def test_pieces_need_no_bytes_beside_them(made: Made, text: str) -> None:
+    """The library has the unknown one for what no piece spells: here it's left out."""
+    tokenizer, library = made
+    theirs = library.encode(text, add_special_tokens=False).ids
+    unknown = library.token_to_id("<unk>")
+    found = tokenizer.encode(text, special=True)
+    if "<unk>" not in text:
+        assert found == [id for id in theirs if id != unknown]
+    assert unknown not in tokenizer.encode(text)
+    ours = tokenizer.decode(found)
+    assert ours.removeprefix(" ") == library.decode(found, skip_special_tokens=False)
+
+
+def tekken_file(folder: Path) -> tiktoken.Encoding:
+    """Write a tekken.json; return Mistral's own library's way to encode, tiktoken."""
+    data = json.loads(KINDS["tekken"]().to_str())
+    tokens = sorted(data["model"]["vocab"], key=data["model"]["vocab"].__getitem__)
+    ranks = [bytes([byte]) for byte in range(256)]
+    ranks += [token for token in map(to_bytes, tokens) if len(token) > 1]
+    names = TEKKEN.split()
+    tekken = {
+        "config": {
+            "pattern": SPLIT,
+            "num_vocab_tokens": len(ranks),
+            "default_vocab_size": 100 + len(ranks) - 5,  # the last ones are left out
+            "default_num_special_tokens": 100,
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(ranks)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": name, "is_control": True}
+            for rank, name in enumerate(names)
+        ],
+    }
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    return tiktoken.Encoding(
+        "tekken",
+        pat_str=SPLIT,
+        mergeable_ranks={token: rank for rank, token in enumerate(ranks[:-5])},
+        special_tokens={},
+    )
+
+
+def to_bytes(token: str) -> bytes:
+    return bytes(printed_bytes()[char] for char in token)
+
+
+@pytest.fixture(scope="module")
+def tekken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
+    folder = tmp_path_factory.mktemp("tekken")
+    library = tekken_file(folder)
+    mistral = replace(TINY, model_type="mistral", vocab_size=1000)
+    tokenizer, dialect = load_tokenizer_and_dialect(FolderFiles(folder), mistral)
+    assert tokenizer is not None and dialect.begin == (1,)
+    return tokenizer, library
+
+
+@settings(max_examples=250)
+@given(text=TEXTS)
+def test_mistrals_own_file_will_do(tekken: tuple[Tokenizer, Any], text: str) -> None:
+    """A token's id there is its rank behind the control tokens."""
+    tokenizer, library = tekken
+    ids = tokenizer.encode(text)
+    assert ids == [100 + rank for rank in library.encode_ordinary(text)]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("[INST]", special=True) == [3] != tokenizer.encode("[INST]")
 
 
 def test_what_no_token_spells_is_left_out(opened: Opened, tmp_path: Path) -> None:
@@ -328,7 +419,8 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:
 
 BAD_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no model": (lambda config: config.pop("model"), "model is NoneType; expected an"),
-    "another model": (put("model.type", "Unigram"), "model.type is 'Unigram'"),
+    "another model": (put("model.type", "WordLevel"), "model.type is 'WordLevel'"),
+    "no pieces": (put("model.type", "Unigram"), "model.vocab is dict; expected a list"),
     "an old WordPiece": (
         lambda config: [config["model"].pop(key) for key in ("type", "merges")],
         "model.type is None; expected one of 'BPE'",

@@ -259,6 +259,26 @@ def test_angles_that_old_files_hold(name: str, theirs, tmp_path: Path) -> None:
     assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
 
 
+def test_the_head_that_ppo_trains_beside_is_left_aside(theirs, tmp_path: Path) -> None:
+    """TRL saves it with the model, and transformers says that it doesn't need it."""
+    oracle = theirs("Llama")
+    write(tmp_path, oracle.model)
+    head = {"v_head.summary.weight": torch.ones(1, 48), "v_head.summary.bias": IDS[:1]}
+    rewrite(tmp_path, lambda tensors: tensors | head)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+
+
+def test_code_beside_a_known_model_is_left_aside(theirs, tmp_path: Path) -> None:
+    """As in transformers, which would fail if it looked for this module."""
+    oracle = theirs("Llama")
+    write(tmp_path, oracle.model)
+    change(tmp_path, given(auto_map={"AutoModelForCausalLM": "nowhere.Mine"}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(reference) is type(oracle.model)
+    assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_head_that_is_stored_though_tied(shards: int, theirs, tmp_path: Path) -> None:
     """As transformers does: another one counts, the same one is the embedding."""
@@ -302,6 +322,36 @@ def test_longrope_of_short_texts(theirs) -> None:
     assert (
         worst(found, expected) < TOLERANCE < worst(logits(oracle.folder)[:90], expected)
     )
+
+
+@torch.inference_mode()
+def test_longrope_is_for_short_texts_where_vllm_has_it_so(
+    theirs, tmp_path: Path
+) -> None:
+    """Unless max_model_len says otherwise: Phi-3's original length is outside."""
+    oracle = theirs("Llama longrope")
+    write(tmp_path, oracle.model)
+    change(tmp_path, given(original_max_position_embeddings=100))
+    expected = oracle.model(IDS[None, :90]).logits[0]
+    for longest, length in ((None, 100), (150, 150)):
+        with LLM(tmp_path, ENGINE, device="cpu", max_model_len=longest) as llm:
+            assert llm.engine_core.max_model_len == length
+            found = llm.engine_core.runner.model.logits(IDS[:90])
+        assert (worst(found, expected) < TOLERANCE) == (length == 100)
+
+
+@pytest.mark.parametrize("longest", [60, 120, None])
+@torch.inference_mode()
+def test_dynamic_rope_is_that_of_the_longest_text(longest: int | None, theirs) -> None:
+    """transformers' base follows each text's length; ours is the same for all."""
+    oracle, length = theirs("Llama dynamic"), longest or 2 * 75
+    expected = oracle.model(IDS[None, :length]).logits[0]
+    with LLM(oracle.folder, ENGINE, device="cpu", max_model_len=longest) as llm:
+        assert llm.engine_core.max_model_len == length
+        found = llm.engine_core.runner.model.logits(IDS[:length])
+    assert worst(found, expected) < TOLERANCE
+    plain = oracle.model(IDS[None, :50]).logits[0]  # which is as short as in training
+    assert (worst(found[:50], plain) < TOLERANCE) == (length <= 75)
 
 
 # What config.json leaves out.
@@ -391,8 +441,25 @@ def test_yarn_makes_room_for_longer_texts(theirs) -> None:
     assert worst(found, expected) < TOLERANCE
     with LLM(oracle.folder, ENGINE, device="cpu") as llm:
         assert llm.engine_core.max_model_len == 800
-    llama = read_config(theirs("Llama llama3").folder / "config.json")
-    assert llama.max_position_embeddings == 256  # long as it is
+
+
+@torch.inference_mode()
+def test_linear_rope_makes_room_for_longer_texts(theirs) -> None:
+    """Vicuna 16k's max_position_embeddings is 4096, and its factor 4."""
+    oracle, ids = theirs("Llama linear"), torch.arange(600) % 101
+    assert oracle.model.config.max_position_embeddings == 256
+    found = load_model(oracle.folder, device="cpu").logits(ids)
+    assert worst(found, oracle.model(ids[None]).logits[0]) < TOLERANCE
+    with LLM(oracle.folder, replace(ENGINE, num_pages=300), device="cpu") as llm:
+        assert llm.engine_core.max_model_len == 4 * 256
+
+
+@pytest.mark.parametrize("name", ["Llama llama3", "Llama longrope", "Gemma3"])
+def test_a_length_that_has_the_factor_in_it_stays(name: str, theirs) -> None:
+    """As vLLM has it: of these, published files say how long texts are in the end."""
+    config = read_config(theirs(name).folder / "config.json")
+    assert config.rope_scaling is not None and config.rope_scaling.factor > 1
+    assert config.max_position_embeddings == 256
 
 
 def test_gemmas_local_layers() -> None:
@@ -519,7 +586,10 @@ def given(**changes: Any) -> Edit:
 CONFIGS: dict[str, tuple[str, Edit, str]] = {
     "family": ("Llama", given(model_type="mamba"), "model_type is 'mamba'; expected"),
     "vision family": ("Llama", given(model_type="llava"), "model_type is 'llava'"),
-    "code": ("Llama", given(auto_map={"AutoModel": "x.Y"}), "auto_map is {'AutoModel'"),
+    "code": (
+        "Llama", given(model_type="mine", auto_map={"AutoModel": "x.Y"}),
+        "auto_map is {'AutoModel': 'x.Y'}; expected none beside an unknown model_type",
+    ),
     "HQQ": (
         "Llama", given(quantization_config={"quant_method": "hqq"}),
         "quantization_config.quant_method is 'hqq'",

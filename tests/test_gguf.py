@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -18,7 +19,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import GRANITE, WINDOW, Case, case, rewrite, rope, sparse, write
+from families import (
+    GRANITE,
+    WINDOW,
+    Case,
+    case,
+    change,
+    rewrite,
+    rope,
+    sparse,
+    write,
+)
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_files import converted, write_gguf
 from tokenizers import Tokenizer
@@ -398,17 +409,44 @@ def test_smollm_takes_digits_one_by_one(tmp_path: Path) -> None:
     assert made.encode("12345").ids != library_of_gpt2().encode("12345").ids
 
 
-def test_deepseeks_cuts_are_llama_cpps(tmp_path: Path) -> None:
-    """One after another, each within what those before it have left."""
+TEXT = "It's  2.50 a\n\n\u6d4b\u8bd5x!"
+ODD = "\u0294\u0295 \u10d0 \u01c4 `$1234567"  # letters of which some have no case
+CUTS = {
+    "deepseek-coder": (
+        ["It", "'", "s", "  ", "2", ".", "5", "0", " a", "\n", "\n"],
+        ["\u6d4b\u8bd5", "x", "!"],
+        ["\u0294\u0295", " ", "\u10d0", " \u01c4", " `$", *"1234567"],
+    ),
+    "deepseek-llm": (
+        ["It", "'", "s", "  ", "2", ".", "50", " a", "\n", "\n"],
+        ["\u6d4b\u8bd5", "x", "!"],
+        ["\u0294", "\u0295", " ", "\u10d0", " \u01c4", " `$", "1234567"],
+    ),
+    "default": (
+        ["It", "'", "s", " ", " ", "2", ".", "50", " a", "\n", "\n"],
+        ["\u6d4b\u8bd5x", "!"],
+        ["\u0294\u0295", " \u10d0", " \u01c4", " `", "$", "123", "456", "7"],
+    ),
+}
+
+
+@pytest.mark.parametrize("pre", [*CUTS, None])
+def test_cuts_are_llama_cpps(pre: str | None, tmp_path: Path) -> None:
+    """One after another, each within what those before it have left.
+
+    Its ids of thousands of random texts were those of our cuts, except where there were
+    spaces beyond ASCII, for which it looks in another way than the hub's files.
+    """
     _, _, metadata = tokenizer_of("gpt2", tmp_path, library_of_gpt2())
-    named = {**metadata, "tokenizer.ggml.pre": "deepseek-coder"}
+    del metadata["tokenizer.ggml.pre"]
+    named = {**metadata, "tokenizer.ggml.pre": pre} if pre else metadata
     made = Tokenizer.from_str(json.dumps(tokenizer_data(named)))
     assert made.pre_tokenizer is not None
-    text = "It's  2.50 a\n\n\u6d4b\u8bd5x!"
-    found = made.pre_tokenizer.pre_tokenize_str(text)
-    pieces = [text[begin:end] for _, (begin, end) in found]
-    wanted = ["It", "'", "s", "  ", "2", ".", "5", "0", " a", "\n", "\n"]
-    assert pieces == [*wanted, "\u6d4b\u8bd5", "x", "!"]
+    first, second, odd = CUTS[pre or "default"]
+    for text, wanted in ((TEXT, first + second), (ODD, odd)):
+        found = made.pre_tokenizer.pre_tokenize_str(text)
+        assert [text[begin:end] for _, (begin, end) in found] == wanted
+    assert settings_data(named).get("add_bos_token") is False
 
 
 def library_of_gpt2() -> Tokenizer:
@@ -558,6 +596,7 @@ def changed(path: Path, target: Path, **values: Any) -> Path:
         ("llama__logit_scale", 0.5, "llama.logit_scale is 0.5; expected one of"),
         ("llama__rope__dimension_count", 16, "dimension_count is 16; expected 32"),
         ("llama__rope__scaling__type", "longrope", "type is 'longrope'"),
+        ("llama__rope__scaling__attn_factor", 0.8, "attn_factor is 0.8"),
         ("llama__attention__head_count_kv", [2, 1, 2], "the same number for all"),
         ("llama__final_logit_softcapping", 30.0, "final_logit_softcapping is 30.0"),
         ("architecture", "mamba", "general.architecture is 'mamba'; expected one of"),
@@ -586,6 +625,46 @@ def test_lists_and_neutral_values_are_taken(llama: Path, tmp_path: Path) -> None
     )
     plain = open_container(llama / "model.gguf")
     assert read_gguf_config(open_container(path)) == read_gguf_config(plain)
+
+
+def test_a_context_length_has_the_factor_in_it(llama: Path, tmp_path: Path) -> None:
+    """Unlike max_position_embeddings, which vLLM multiplies by it."""
+    path = changed(
+        llama / "model.gguf",
+        tmp_path / "a.gguf",
+        llama__rope__scaling__type="linear",
+        llama__rope__scaling__factor=4.0,
+    )
+    config = read_gguf_config(open_container(path))
+    assert config.rope_scaling is not None and config.rope_scaling.factor == 4
+    assert config.max_position_embeddings == 256
+
+
+@torch.inference_mode()
+def test_yarns_factor_of_attention_is_llama_cpps(tmp_path: Path) -> None:
+    """It multiplies YaRN's own; fields that llama.cpp doesn't read change nothing."""
+    model = MODELS["Qwen2"]().build()
+    write(tmp_path, model)
+    write_gguf(tmp_path / "model.gguf", tmp_path)
+    fields = {"attn_factor": 0.8, "yarn_attn_factor": 0.9, "yarn_ext_factor": 0.5}
+    fields |= {"yarn_log_multiplier": 0.7}
+    prefix = "qwen2__rope__scaling__"
+    said: dict[str, Any] = {prefix + name: value for name, value in fields.items()}
+    path = tmp_path / "a.gguf"
+    changed(tmp_path / "model.gguf", path, architecture="qwen2", **said)
+    change(
+        tmp_path,
+        lambda data: {
+            **data,
+            "rope_parameters": data["rope_parameters"]
+            | {"attention_factor": 0.8 * (0.1 * math.log(4) + 1)},
+        },
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    expected = theirs(IDS[None]).logits[0]
+    assert worst(our_logits(GGUFCheckpoint(path)), expected) < 1e-5
+    plain = GGUFCheckpoint(tmp_path / "model.gguf")
+    assert worst(our_logits(plain), expected) > 1e-3
 
 
 def test_gemmas_pattern_may_be_a_list(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Rounded:
         scales = ((high - low) / most).half()
         zeros = (-low / scales).round().clamp(1, most).int()
         if symmetric:
-            zeros = torch.full_like(zeros, 8)
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
         values = (weight / scales[:, index]).round() + zeros[:, index]
         return cls(values.clamp(0, most).int(), zeros, scales, index, bits)
 
@@ -102,13 +102,13 @@ class Rounded:
 
     def compressed(self, name: str) -> dict[str, Tensor]:
         return {
-            name + "_packed": words(self.values),
+            name + "_packed": words(self.values, range(32 // self.bits)),
             name + "_scale": self.scales.bfloat16(),
             name + "_shape": torch.tensor(self.values.shape),
         }
 
     def with_zeros(self, name: str) -> dict[str, Tensor]:
-        zeros = words(self.zeros.T).T.contiguous()
+        zeros = words(self.zeros.T, range(32 // self.bits)).T.contiguous()
         return self.compressed(name) | {name + "_zero_point": zeros}
 
     def in_any_order(self, name: str) -> dict[str, Tensor]:
@@ -161,6 +161,12 @@ WAYS = {
     "INT4": Way(Rounded.compressed, in_scheme(32), 32, symmetric=True),
     "INT4 by rows": Way(Rounded.compressed, in_scheme(None), 4096, symmetric=True),
     "INT4 asymmetric": Way(Rounded.with_zeros, in_scheme(32, symmetric=False), 32),
+    "INT8": Way(Rounded.compressed, in_scheme(32, num_bits=8), 32, True, bits=8),
+    "INT8 by rows, asymmetric": Way(
+        Rounded.with_zeros,
+        in_scheme(None, num_bits=8, symmetric=False, actorder=None),
+        *(4096, False, False, 8),
+    ),
     "INT4 act-order": Way(
         Rounded.in_any_order, in_scheme(32, actorder="group"), 32, True, True
     ),
@@ -258,6 +264,20 @@ def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("acting", [False, True])
+def test_groups_in_order_need_no_list(acting: bool, tmp_path: Path) -> None:
+    """Older files have one all the same."""
+    way = replace(WAYS["GPTQ"], config={**GPTQ, "desc_act": acting})
+    written("Qwen3-MoE", way, tmp_path)
+    expected = logits(tmp_path)
+    rewrite(tmp_path, lambda t: {n: t[n] for n in t if not n.endswith(".g_idx")})
+    if acting:  # the order counts
+        with pytest.raises(CheckpointError, match=r"lacks '.*\.g_idx'"):
+            Checkpoint(tmp_path)
+    else:
+        assert torch.equal(logits(tmp_path), expected)
+
+
 def test_modules_that_gptq_leaves_out(tmp_path: Path) -> None:
     """As GPTQModel names them, in "dynamic"."""
     dynamic: dict[str, Any] = {r"-:.*layers\.1\.mlp\..*": {}}
@@ -276,20 +296,21 @@ def test_modules_that_gptq_leaves_out(tmp_path: Path) -> None:
     assert errors(logits(tmp_path), expected).max() < 1e-4
 
 
-def test_the_library_writes_the_same_words() -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_library_writes_the_same_words(bits: int) -> None:
     """Zero points too, which compressed-tensors packs along the other axis."""
     library = pytest.importorskip("compressed_tensors")
-    config = in_scheme(32, symmetric=False, actorder=None)
+    config = in_scheme(32, num_bits=bits, symmetric=False, actorder=None)
     scheme = library.quantization.QuantizationConfig.model_validate(config)
     compressor = library.compressors.BaseCompressor.get_value_from_registry(
         "pack-quantized"
     )
-    made = Rounded.of(torch.randn(40, 96), 32, symmetric=False, mixed=False)
+    made = Rounded.of(torch.randn(40, 96), 32, False, False, bits)
     stored = compressor.compress(
         {
             "weight": made.numbers(),
             "weight_scale": made.scales.float(),
-            "weight_zero_point": (made.zeros - 8).to(torch.int8),
+            "weight_zero_point": (made.zeros - 2 ** (bits - 1)).to(torch.int8),
         },
         scheme.config_groups["group_0"],
     )

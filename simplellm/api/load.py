@@ -22,7 +22,7 @@ from simplellm.api.choose_operations import (
     takes_packed,
 )
 from simplellm.api.input_processor import InputProcessor, LoadedModel
-from simplellm.base.config import MAX_SIZE, EngineConfig, expect
+from simplellm.base.config import EngineConfig, expect
 from simplellm.base.host_memory import host_pages
 from simplellm.checkpoint.checkpoint import Upload, open_weights
 from simplellm.checkpoint.families import title
@@ -195,13 +195,10 @@ def read_weights(
 ) -> Model:
     """The model, with its weights on ``device`` in the layout that ``ops`` read.
 
-    ``longest``: the tokens of the longest text, by which LongRoPE chooses its factors.
+    ``longest``: the tokens of the longest text, by which some RoPE is chosen.
     ``scales`` of keys and values, of each layer, are 1 unless given.
     """
-    config = source.config
-    longest = min(longest or MAX_SIZE, config.max_position_embeddings)
-    if config.rope_scaling and config.rope_scaling.rope_type == "longrope":
-        config = replace(config, max_position_embeddings=longest)
+    config = source.config.limited(longest)
     total = len(source.names()) - config.tie_word_embeddings  # no head to load
     small = count_parameters(config).total < BIG
     gpu = device.type == "cuda"

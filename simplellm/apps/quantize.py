@@ -174,6 +174,9 @@ def unrounded_config(source: Path) -> dict[str, Any]:
 def wanted_tiles(form: NumberFormat, format: str, config: ModelConfig) -> str:
     """What a checkpoint needs for some of its weights to be rounded."""
     high, wide = form.tile[0], BLOCK if form.is_mxfp4 else form.tile[1] or ALIGNED
+    if not any(is_matrix(name) for name in config.names if "{n}" in name.ours):
+        family = FAMILIES[config.model_type].name
+        return f"another family: {family} stores its layers' weights [in, out]"
     expected = (
         f"a checkpoint with weights that {format} is for: of whole tiles, {high} x "
         f"{wide}, where hidden_size is {config.hidden_size}"

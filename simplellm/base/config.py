@@ -318,7 +318,7 @@ class RopeScaling:
     beta_fast: float = declared(32.0, above=0, high=1e9)
     beta_slow: float = declared(1.0, above=0, high=1e9)
     truncate: bool = declared(True)
-    rope_type: Literal["yarn", "llama3", "linear", "longrope"] = "yarn"
+    rope_type: Literal["yarn", "llama3", "linear", "longrope", "dynamic"] = "yarn"
     low_freq_factor: float = declared(1.0, above=0, high=1e9)
     high_freq_factor: float = declared(4.0, above=0, high=1e9)
     # On cos and sin, instead of YaRN's own.
@@ -348,9 +348,11 @@ class RopeScaling:
         for name in data.keys() - known:
             expected = "no such field in an entry of RoPE"
             expect(data[name] is None, name, data[name], expected)
-        # Dynamic RoPE is plain up to max_position_embeddings, and no text is longer.
-        if kind in ("default", "dynamic"):
+        if kind == "default":
             return None
+        if kind == "dynamic":  # transformers reads no other length of it
+            longest = data.get("max_position_embeddings")
+            data = {**data, "original_max_position_embeddings": longest}
         data = {**data, "factor": stretch(data), "truncate": data.get("truncate", True)}
         if data["truncate"] is None:
             data["truncate"] = False
@@ -397,6 +399,8 @@ class ModelConfig:
     rope_theta: float = declared(above=1, high=1e18)
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = declared()
+    # Of LongRoPE, where it stands outside of the entry: the default of max_model_len.
+    original_max_position_embeddings: int | None = declared(None)
     swiglu_limit: float = declared(7.0, above=0, high=1e18)
     swiglu_alpha: float = declared(1.702, above=0, high=1e18)
     attention_bias: bool = declared(True)  # of the projections of attention
@@ -443,6 +447,20 @@ class ModelConfig:
             one_of("an entry of layer_types", layer_type, LAYER_TYPES)
         window, full = self.sliding_window, {*self.layer_types} <= {"full_attention"}
         expect(window or full, "sliding_window", window, "a number of tokens")
+
+    def limited(self, max_model_len: int | None) -> "ModelConfig":
+        """The config for texts of so many tokens, if RoPE depends on their length.
+
+        LongRoPE and dynamic RoPE choose frequencies once, by max_position_embeddings,
+        for those of a cached key can't change while its text grows. None: as in vLLM.
+        """
+        kind = self.rope_scaling and self.rope_scaling.rope_type
+        if kind not in ("longrope", "dynamic"):
+            return self
+        if kind == "longrope" and max_model_len is None:
+            max_model_len = self.original_max_position_embeddings
+        longest = min(max_model_len or MAX_SIZE, self.max_position_embeddings)
+        return replace(self, max_position_embeddings=longest)
 
     def window(self, layer: int) -> int | None:
         """How many positions a query of this layer sees, itself included; None: all."""

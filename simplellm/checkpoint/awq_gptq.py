@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import expect
-from simplellm.checkpoint.formats import AWQ, GPTQ, GroupedInt
+from simplellm.checkpoint.formats import GroupedInt
 
 # In which of a word's eight values AWQ has the first to the last of eight columns.
 AWQ_REVERSE_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -40,17 +40,18 @@ def dequantize_groups(form: GroupedInt, parts: Sequence[Tensor]) -> Tensor:
     Raises ValueError for an input of a group that has no scale.
     """
     stored, bits = dict(zip(form.suffixes, parts, strict=True)), form.bits
-    if form.suffixes == AWQ:
+    if form.is_awq:
         values, zeros = (unpack_awq(stored[name]).mT for name in ("qweight", "qzeros"))
         width = values.shape[1]
-    elif form.suffixes == GPTQ:
+    elif "qweight" in stored:
         values = unpack(stored["qweight"].mT, bits)
-        zeros, width = unpack(stored["qzeros"], bits).mT, len(stored["g_idx"])
+        zeros = unpack(stored["qzeros"], bits).mT
+        width = len(stored.get("g_idx", values[0]))
     else:
-        values, width = unpack(stored["_packed"]), int(stored["_shape"][-1])
-        zeros = torch.full_like(stored["_scale"], 8)
+        values, width = unpack(stored["_packed"], bits), int(stored["_shape"][-1])
+        zeros = torch.full_like(stored["_scale"], 2 ** (bits - 1))
         if "_zero_point" in stored:
-            zeros = unpack(stored["_zero_point"].mT).mT
+            zeros = unpack(stored["_zero_point"].mT, bits).mT
     scales = stored["_scale"] if "_scale" in stored else stored["scales"].mT
     scales, (height, groups) = scales.float(), scales.shape
     of_group = torch.arange(width) // (form.group_size or width)

@@ -85,6 +85,7 @@ class Checkpoint:
         self._infos = read_headers(self._shards, self._spelled)
         with reraise_as(CheckpointError, self.path):
             self._find_lm_head()
+            self._find_indices()
             self._drop_zero_biases()
             self._check_names(index)
             self._check_headers()
@@ -165,6 +166,16 @@ class Checkpoint:
         else:
             untied = replace(self.config, tie_word_embeddings=False)
             self._expect(replace(untied, formats=self._formats))
+
+    def _find_indices(self) -> None:
+        """Settle whether GPTQ's groups are listed: GPTQModel may leave them out."""
+        if any(name.endswith(".g_idx") for name in self._infos):
+            return
+        formats = {
+            ours: form.without_index if isinstance(form, GroupedInt) else form
+            for ours, form in self._formats.items()
+        }
+        self._expect(replace(self.config, formats=formats))
 
     def _drop_zero_biases(self) -> None:
         """Forget biases of zeros that the model lacks: AutoGPTQ writes them for all."""

@@ -116,10 +116,21 @@ class GroupedInt(NumberFormat):
     bits: int = 4
     group_size: int = 0
     zero: int = 0
+    in_order: bool = False  # the groups' inputs are, and need not be listed
 
     @property
     def is_kept(self) -> bool:
         return False
+
+    @property
+    def is_awq(self) -> bool:
+        return self.name == "AWQ"
+
+    @property
+    def without_index(self) -> "GroupedInt":
+        """The format of a file that does not list the group of each input."""
+        listed = "g_idx" in self.suffixes and self.in_order
+        return replace(self, suffixes=self.suffixes[:-1]) if listed else self
 
     def stored_name(self, weight: str, suffix: str) -> str:
         """AWQ and GPTQ have a suffix in the place of "weight"."""
@@ -137,7 +148,7 @@ class GroupedInt(NumberFormat):
             "_shape": (2,),
             "_zero_point": (rows, groups),
             "_g_idx": (width,),
-            "qweight": (width, rows) if self.suffixes == AWQ else (columns, height),
+            "qweight": (width, rows) if self.is_awq else (columns, height),
             "scales": (groups, height),
             "qzeros": (groups, rows),
             "g_idx": (width,),
@@ -396,6 +407,7 @@ def read_gptq(config: Mapping[str, Any]) -> Quantization:
     version = config.get("checkpoint_format") or config.get("format")
     zero = int(version != "gptq_v2")
     form = GroupedInt("GPTQ", GPTQ, bits=config["bits"], group_size=size, zero=zero)
+    form = replace(form, in_order=not config.get("desc_act"))
     dynamic = config.get("dynamic") or {}
     check_allowed(f"{FIELD}.dynamic", dynamic)
     ok = all(expression.startswith("-:") for expression in dynamic)
@@ -437,8 +449,10 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     check_allowed(f"{where}.weights", weights, dynamic=(False,), type=("int", "float"))
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     mine = [key for key in SCHEMES if key[0] == kind]
-    if (kind, bits) == ("int", 4):
-        return read_int4(where, scheme, scheme.get("format") or default)
+    packing = scheme.get("format") or default
+    grouped = weights.get("strategy") == "group" or weights.get("symmetric") is False
+    if kind == "int" and (bits == 4 or (packing == "pack-quantized" and grouped)):
+        return read_grouped_int(where, scheme, packing)
     four = bits == 4
     check_allowed(
         f"{where}.weights",
@@ -464,7 +478,6 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
             strategy=("group",) if square else ("token", "tensor"),
             group_size=(128,) if square else (None,),
         )
-    packing = scheme.get("format") or default
     known: tuple[str, ...] = f"{kind}-quantized", "naive-quantized"
     known += ("pack-quantized",) if kind == "int" else ()
     one_of(f"{where}.format", packing, ("mxfp4-pack-quantized",) if four else known)
@@ -472,13 +485,19 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
     return replace(form, suffixes=PACKED) if packing == "pack-quantized" else form
 
 
-def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> GroupedInt:
-    """The format of a scheme of 4 bits, whose products leave their inputs alone."""
+def read_grouped_int(
+    where: str, scheme: Mapping[str, Any], packing: object
+) -> GroupedInt:
+    """The format of a scheme of packed bits, whose products leave their inputs alone.
+
+    Of 8 bits only those in groups or with zero points, as all else is `Scaled`.
+    """
     weights = scheme["weights"]
     check_allowed(where, scheme, input_activations=(None,))
     check_allowed(
         f"{where}.weights",
         weights,
+        num_bits=(4, 8),
         strategy=("group", "channel"),
         symmetric=(True, False),
         actorder=(None, "static", "weight", "group"),
@@ -489,7 +508,8 @@ def read_int4(where: str, scheme: Mapping[str, Any], packing: object) -> Grouped
     suffixes: tuple[str, ...] = PACKED
     suffixes += () if weights.get("symmetric", True) else ("_zero_point",)
     suffixes += ("_g_idx",) if weights.get("actorder") == "group" else ()
-    return GroupedInt("INT4", suffixes, group_size=size)
+    bits = weights.get("num_bits", 8)
+    return GroupedInt(f"INT{bits}", suffixes, bits=bits, group_size=size)
 
 
 QUANT_METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {

@@ -66,10 +66,13 @@ def family_config(data: Data) -> ModelConfig:
     """The config of a parsed config.json of any family. Raises ConfigError.
 
     That is also for what would need the checkpoint's own Python code, and for formats
-    of weights that nobody here reads.
+    of weights that nobody here reads. Of a model_type that is known here, such code is
+    left aside, as it is in transformers unless one trusts it.
     """
-    expected = "none: Python code that comes with a checkpoint is never run"
-    expect(not data.get("auto_map"), "auto_map", data.get("auto_map"), expected)
+    expected = "none beside an unknown model_type: Python code that comes with a "
+    expected += "checkpoint is never run"
+    known = data.get("model_type") in FAMILIES or not data.get("auto_map")
+    expect(known, "auto_map", data.get("auto_map"), expected)
     expected = "that of the hub: this is OpenAI's own, of a folder named original; the "
     expected += "folder that it lies in has the same weights"
     layout = "rope_scaling_factor" in data and "model_type" not in data

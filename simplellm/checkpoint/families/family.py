@@ -73,6 +73,7 @@ HARMLESS = frozenset(
 PRIVATE = re.compile(r"^_|dropout$|_pdrop$|^summary_")
 
 OLD_ANGLES = (r"\.rotary_emb\.inv_freq$", None)  # transformers' until 2023
+VALUE_HEAD = (r"^v_head\.", None)  # TRL's, of a model trained by PPO
 # Spellings of the tensors of a model that sees images, too; only its text part runs.
 TEXT_PART = (
     (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
@@ -91,6 +92,7 @@ class Family:
     names: tuple[Name, ...]  # what its tensors are called by us and on the hub
     defaults: Data  # transformers', for what a config.json omits
     activation: str = "swiglu"
+    stretched: bool = False  # max_position_embeddings has RoPE's factor in it
     fields: Callable[[Data], Mapping[str, Any]] = lambda data: {}  # of `ModelConfig`
     # Fields of config.json that have another name here.
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class Family:
 
     def spelled(self, stored: str) -> str | None:
         """The name that we expect for a tensor ``stored`` under another."""
-        for pattern, mine in (OLD_ANGLES, *self.spellings):
+        for pattern, mine in (OLD_ANGLES, VALUE_HEAD, *self.spellings):
             if mine is None and re.search(pattern, stored):
                 return None
             stored = re.sub(pattern, mine or "", stored)
@@ -163,9 +165,8 @@ class Family:
         scaling, theta = rope(data)
         fields = read(ModelConfig, {**sizes(data), "rope_theta": theta})
         ends = (end_token_ids(part, fields["vocab_size"]) for part in (outer, text))
-        if scaling and scaling.rope_type == "yarn":
-            length = int(scaling.original_max_position_embeddings * scaling.factor)
-            longest = max(length, fields["max_position_embeddings"])
+        if scaling and not self.stretched:
+            longest = longest_text(scaling, fields["max_position_embeddings"])
             fields["max_position_embeddings"] = longest
         count = fields["num_hidden_layers"]
         types = data.get("layer_types") or ["full_attention"] * count
@@ -206,6 +207,17 @@ def sizes(data: Data) -> dict[str, Any]:
         "intermediate_size": 4 * hidden,
     }
     return fields | given
+
+
+def longest_text(scaling: RopeScaling, length: int) -> int:
+    """The tokens of a text, where max_position_embeddings is ``length``; as in vLLM."""
+    if scaling.rope_type in ("llama3", "longrope"):  # which have the factor in it
+        return length
+    if scaling.rope_type == "yarn":
+        stretched = scaling.original_max_position_embeddings * scaling.factor
+    else:
+        stretched = length * scaling.factor
+    return max(length, int(stretched))
 
 
 def rope(data: Data) -> tuple[RopeScaling | None, Any]:

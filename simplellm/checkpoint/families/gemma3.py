@@ -74,6 +74,7 @@ GEMMA3 = Family(
         "local_rope_theta": 1e4,
     },
     activation="geglu",
+    stretched=True,
     fields=gemma_fields,
     fixed={"hidden_activation": ("gelu_pytorch_tanh",)},
     extra_keys=("sliding_window_pattern", "_sliding_window_pattern"),

@@ -78,13 +78,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "nextn_predict_layers": (0,),
     "pooling_type": (0,),
     "residual_scale": (0.0, 1.0),
-    "rope.scaling.attn_factor": (0.0, 1.0),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
 }
-# Read below, or without any meaning for what is computed.
+# Read below, or without any meaning for what is computed: of YaRN, llama.cpp reads
+# yarn_attn_factor, ext_factor and log_multiplier in other architectures only.
 KNOWN = {
     *FIELDS,
     *NEUTRAL,
@@ -95,12 +92,16 @@ KNOWN = {
     "rope.dimension_count",
     "rope.freq_base_swa",
     "rope.scale_linear",
+    "rope.scaling.attn_factor",
     "rope.scaling.factor",
     "rope.scaling.finetuned",
     "rope.scaling.original_context_length",
     "rope.scaling.type",
+    "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
     "tensor_data_layout",
     "vocab_size",
 }
@@ -130,6 +131,10 @@ def read_gguf_config(
         config = family_config(data)
         # llama.cpp's norms have what the family adds to their weights, added.
         config = replace(config, norm_offset=0.0)
+        scaling = config.rope_scaling
+        if scaling and scaling.rope_type == "linear":  # its factor is in that length
+            name = "max_position_embeddings"
+            config = replace(config, **{name: data.get(name, getattr(config, name))})
         return replace(config, formats=formats_of(config, container, kept))
 
 
@@ -240,20 +245,19 @@ def rope_scaling(
     if "rope.scaling.type" not in fields and factor != 1.0:
         kind = "linear"
     one_of(f"{arch}.rope.scaling.type", kind, ("none", "linear", "yarn"))
+    attention = fields.get("rope.scaling.attn_factor") or 1.0  # of cos and sin
     if factors := rope_factors(container):  # Llama 3.1's, applied as LongRoPE's are
         expect(kind == "none", f"{arch}.rope.scaling.type", kind, "none beside factors")
         lists = dict.fromkeys(("short_factor", "long_factor"), factors)
-        return {
-            "rope_type": "longrope",
-            "factor": 1.0,
-            "attention_factor": 1.0,
-            **lists,
-        }
+        whole = {"rope_type": "longrope", "factor": 1.0, "attention_factor": attention}
+        return {**whole, **lists}
+    if kind == "yarn" and (attention != 1.0 or factor not in (0.0, 1.0)):
+        return {**yarn(fields), "factor": factor or 1.0}
+    name = f"{arch}.rope.scaling.attn_factor"
+    expect(attention == 1.0, name, attention, "1.0 where RoPE is not YaRN's")
     if kind == "none" or factor in (0.0, 1.0):
         return {}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    return {**yarn(fields), "factor": factor}
+    return {"rope_type": "linear", "factor": factor}
 
 
 def yarn(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,6 +266,7 @@ def yarn(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "factor": fields.get("rope.scaling.factor"),
+        "attn_factor": fields.get("rope.scaling.attn_factor"),
         "original_max_position_embeddings": length or fields.get("context_length"),
         "beta_fast": fields.get("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.get("rope.scaling.yarn_beta_slow", 1.0),

@@ -28,10 +28,10 @@ class PreTokenizer(NamedTuple):
     begins: bool = False  # a text begins with bos_token, unless the file says otherwise
 
 
-def split_step(pattern: str) -> list[dict[str, Any]]:
-    """A step that cuts out what a regular expression finds."""
+def split_steps(*patterns: str) -> list[dict[str, Any]]:
+    """Steps that each cut out what a regular expression finds."""
     cut = {"type": "Split", "behavior": "Isolated", "invert": False}
-    return [{**cut, "pattern": {"Regex": pattern}}]
+    return [{**cut, "pattern": {"Regex": pattern}} for pattern in patterns]
 
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -49,23 +49,40 @@ PATHS = SIGNS.replace("[\\r\\n]*", "[\\r\\n/]*")
 TEKKEN_SPLIT = rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"
 GPT4O_SPLIT = rf"{CASED[0]}{ENDINGS}?|{CASED[1]}{ENDINGS}?|\p{{N}}{{1,3}}|{PATHS}"
 EASTERN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-DEEPSEEK_SPLITS = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EASTERN
+CODER_SPLITS = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EASTERN
+# Of scripts with two cases, those that Unicode had when DeepSeek listed their letters.
+TWO_CASES = (
+    r"[[\p{Lu}\p{Ll}\p{Lt}\x{295}]&&[\x{0}-\x{55f}\x{10a0}-\x{10c5}\x{13a0}-\x{1c7f}"
+    r"\x{1c90}-\x{2cff}\x{a640}-\x{a78f}\x{ab70}-\x{ffff}\x{10400}-\x{1044f}"
+    r"\x{104b0}-\x{104ff}\x{10c80}-\x{10cff}\x{118a0}-\x{118df}\x{1e900}-\x{1e95f}]]"
+)
+FULL_WIDTH = "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+DEEPSEEK_SPLITS = (
+    *(r"[\r\n]", rf"\s?{TWO_CASES}+", rf"\s?[!-/:-~{FULL_WIDTH}]+", r"\s+$", EASTERN),
+    r"\p{N}+",
+)
+# GPT-2's rule after another one for signs, and before one for digits.
+GPT2_SPLIT = "|".join(
+    (r"'s|'t|'re|'ve|'m|'ll|'d", r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+", r"\s+(?!\S)")
+)
+DEFAULT_SPLITS = r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", r"[0-9]{3}"
 DIGITS = {"type": "Digits", "individual_digits": True}
+DEFAULT = "default"  # for a file that says nothing, as the oldest don't
 # By tokenizer.ggml.pre. No steps: GPT-2's rule, which is built into the last one.
 CUTS = {
     "gpt-2": PreTokenizer(()),
     "smollm": PreTokenizer((DIGITS,)),
-    "deepseek-coder": PreTokenizer(
-        (*(step for part in DEEPSEEK_SPLITS for step in split_step(part)), DIGITS)
-    ),
+    DEFAULT: PreTokenizer(split_steps(*DEFAULT_SPLITS)),
+    "deepseek-llm": PreTokenizer(split_steps(*DEEPSEEK_SPLITS)),
+    "deepseek-coder": PreTokenizer((*split_steps(*CODER_SPLITS), DIGITS)),
     "llama-bpe": PreTokenizer(
-        split_step(LLAMA3_SPLIT), ignore_merges=True, begins=True
+        split_steps(LLAMA3_SPLIT), ignore_merges=True, begins=True
     ),
-    "qwen2": PreTokenizer(split_step(QWEN2_SPLIT), nfc=True),
-    "deepseek-r1-qwen": PreTokenizer(split_step(QWEN2_SPLIT)),
-    "tekken": PreTokenizer(split_step(TEKKEN_SPLIT), ignore_merges=True, begins=True),
-    "gpt-4o": PreTokenizer(split_step(GPT4O_SPLIT)),
-    "smaug-bpe": PreTokenizer(split_step(LLAMA3_SPLIT)),  # of SmolLM3, too
+    "qwen2": PreTokenizer(split_steps(QWEN2_SPLIT), nfc=True),
+    "deepseek-r1-qwen": PreTokenizer(split_steps(QWEN2_SPLIT)),
+    "tekken": PreTokenizer(split_steps(TEKKEN_SPLIT), ignore_merges=True, begins=True),
+    "gpt-4o": PreTokenizer(split_steps(GPT4O_SPLIT)),
+    "smaug-bpe": PreTokenizer(split_steps(LLAMA3_SPLIT)),  # of SmolLM3, too
 }
 CUTS |= dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), CUTS["llama-bpe"])
 CUTS |= {"refact": CUTS["smollm"], "dbrx": CUTS["smaug-bpe"]}  # of Granite
@@ -162,7 +179,7 @@ def added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
 
 def byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
     """The parts of a tokenizer.json that merges the bytes of pieces."""
-    pre: Any = metadata.get("tokenizer.ggml.pre")
+    pre: Any = metadata.get("tokenizer.ggml.pre", DEFAULT)
     one_of("tokenizer.ggml.pre", pre, tuple(CUTS))
     merges = metadata.get("tokenizer.ggml.merges")
     expect_type("tokenizer.ggml.merges", merges, list, "a list")
@@ -241,7 +258,7 @@ def settings_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
         id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(id, int) and 0 <= id < len(vocabulary.tokens):
             named[f"{name}_token"] = vocabulary.tokens[id]
-    cut = CUTS.get(metadata.get("tokenizer.ggml.pre", ""))
+    cut = CUTS.get(metadata.get("tokenizer.ggml.pre", DEFAULT))
     wordy = metadata["tokenizer.ggml.model"] == "llama"
     begins = metadata.get("tokenizer.ggml.add_bos_token", wordy or (cut and cut.begins))
     others = metadata.get("tokenizer.chat_templates") or []

@@ -10,8 +10,13 @@ from simplellm.base.config import MAX_SIZE, ConfigError, ModelConfig, expect, re
 from simplellm.base.files import SmallFiles
 from simplellm.base.grammar import Grammar
 from simplellm.text.dialects.call_forms import CallForm, tags_grammar
-from simplellm.text.dialects.encoder import read_tokenizer, require_library
+from simplellm.text.dialects.encoder import (
+    read_tokenizer,
+    require_library,
+    reraise_any_as,
+)
 from simplellm.text.dialects.tags import TagParser
+from simplellm.text.dialects.tekken import tekken_data
 from simplellm.text.harmony import HarmonyParser, Message, Tool, developer_text, render
 from simplellm.text.harmony.schema import Lead, with_format
 from simplellm.text.harmony.turn import turn_grammar
@@ -134,9 +139,15 @@ def load_tokenizer_and_dialect(
 
 
 def tokenizer_data(files: SmallFiles) -> dict[str, Any] | None:
-    """The parsed tokenizer.json, if there is one. Raises TokenizerError."""
+    """The parsed tokenizer.json, if there is one. Raises TokenizerError.
+
+    Some of Mistral's checkpoints have only a tekken.json, which stands for one.
+    """
     with reraise_as(TokenizerError, files.path_of("tokenizer.json")):
-        return files.json("tokenizer.json")
+        data = files.json("tokenizer.json")
+    with reraise_any_as(TokenizerError, files.path_of("tekken.json")):
+        tekken = None if data is not None else files.json("tekken.json")
+        return data if tekken is None else tekken_data(tekken)
 
 
 def open_family(

@@ -41,8 +41,8 @@ class Encoder:
 
         model = field_of("", config, "model", Mapping)
         old = "BPE" if "merges" in model else None  # GPT-2's file says no type
-        one_of("model.type", model.get("type", old), ("BPE",))
-        vocab: dict[str, int] = {**field_of("model.", model, "vocab", Mapping)}
+        one_of("model.type", model.get("type", old), ("BPE", "Unigram"))
+        vocab = ids_of(model)
         plain = {**config, "added_tokens": [], "post_processor": None}
         plain |= {"truncation": None, "padding": None}
         self.special: dict[str, int] = {}
@@ -64,14 +64,14 @@ class Encoder:
             behind = r"\s*" if token.get("rstrip") else ""
             if is_sign(name[0]) and is_sign(name[-1]):
                 patterns.append((name, before + re.escape(name) + behind))
-        names = {token["content"] for token in config["added_tokens"]}
-        merges = merges_of(model.get("merges"), vocab, names - vocab.keys())
-        plain["model"] = {**model, "vocab": vocab, "merges": merges, "unk_token": None}
         ids = [*vocab.values(), *self.special.values()]
         odd = [id for id in ids if type(id) is not int or not 0 <= id <= MAX_SIZE]
         expect(not odd, "a token's id", odd and odd[0], f"0 to {MAX_SIZE}")
         twice = len(ids) - len({*ids})
         expect(not twice, "the number of ids that two tokens have", twice, "0")
+        names = {token["content"] for token in config["added_tokens"]}
+        plain["model"] = with_vocab(model, vocab, names - vocab.keys())
+        self._unknown = plain["model"].get("unk_id")  # of a Unigram
         self.begin = first_ids(config)  # in front of a text that is no chat
         special = {*self.begin} <= {*self.special.values()}
         expect(special, "post_processor", self.begin, "ids of control tokens")
@@ -114,7 +114,7 @@ class Encoder:
         library = self._later if start else self._first
         shown = text.translate(self._shown)
         ids: list[int] = library.encode(shown, add_special_tokens=False).ids
-        return ids
+        return [id for id in ids if id != self._unknown]
 
 
 @contextmanager
@@ -142,6 +142,50 @@ def is_sign(char: str) -> bool:
 def is_named(name: str, naming: Sequence[str]) -> bool:
     """Whether an added token is a tag that stands in one of the texts ``naming`` it."""
     return TAG_FORM.fullmatch(name) is not None and any(name in text for text in naming)
+
+
+def ids_of(model: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of a tokenizer.json's tokens, but for the unknown one of a Unigram.
+
+    There each has a score, the logarithm of its probability, and its id is its place. A
+    text becomes those of the largest sum, and what none spells its bytes, if these are
+    tokens, too.
+    """
+    if model.get("type") != "Unigram":
+        return {**field_of("model.", model, "vocab", Mapping)}
+    ids: dict[str, int] = {}
+    for id, entry in enumerate(field_of("model.", model, "vocab", list)):
+        kinds = isinstance(entry, list) and [*map(type, entry)]
+        ok = kinds in ([str, float], [str, int])
+        expect(ok, "an entry of model.vocab", entry, "a token and its score")
+        if entry[0] and id != model.get("unk_id"):
+            ids[entry[0]] = id
+    return ids
+
+
+def with_vocab(
+    model: Mapping[str, Any], vocab: Mapping[str, int], removed: Container[str]
+) -> dict[str, Any]:
+    """The model of a tokenizer.json without the tokens that were ``removed``."""
+    if model.get("type") == "Unigram":
+        return unigram_model(model, vocab)
+    merges = merges_of(model.get("merges"), vocab, removed)
+    return {**model, "vocab": vocab, "merges": merges, "unk_token": None}
+
+
+def unigram_model(model: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, Any]:
+    """The model with the tokens of ``vocab`` at their ids, and "" for all others.
+
+    No text has that. One more id is that of what no token spells, for the library.
+    """
+    scores = [score for _, score in model["vocab"]]
+    last, most = max(vocab.values(), default=0), len(scores) + len(vocab)
+    expect(last < most, "the largest id of a token", last, f"less than {most}")
+    unknown = max(len(scores), last + 1)
+    scores += [min(scores)] * (unknown + 1 - len(scores))
+    tokens = {id: token for token, id in vocab.items()}
+    table = [[tokens.get(id, ""), score] for id, score in enumerate(scores)]
+    return {**model, "vocab": table, "unk_id": unknown}
 
 
 def merges_of(
@@ -182,8 +226,8 @@ def bytes_of(
     stand for no byte.
     """
     level, byte_of = '"ByteLevel"' in decoder, printed_bytes()
-    ok = level or '"ByteFallback"' in decoder
-    expect(ok, "decoder", decoder, "one with ByteLevel or ByteFallback")
+    ok = level or '"ByteFallback"' in decoder or '"Metaspace"' in decoder
+    expect(ok, "decoder", decoder, "one with ByteLevel, ByteFallback or Metaspace")
     spelled = {}
     for token, id in vocab.items():
         if level and token not in texts and byte_of.keys() >= {*token}:
