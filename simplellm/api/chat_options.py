@@ -12,6 +12,7 @@ from simplellm.base.sampling_params import StructuredOutputs
 from simplellm.structured.rules import (
     MAX_TEXT,
     WHERE,
+    any_spelling,
     output_rules,
     rules_text,
     schema_rules,
@@ -149,6 +150,11 @@ class Constraint:
     text: str
     parts: Mapping[str, Rules]
     looser: "Constraint | None" = None
+
+    def any_spelling(self) -> "Constraint":
+        """The same for texts that are cut into tokens in any way."""
+        looser = None if self.looser is None else self.looser.any_spelling()
+        return replace(self, text=any_spelling(self.text), looser=looser)
 
 
 def text_constraint(

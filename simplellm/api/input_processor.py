@@ -285,6 +285,8 @@ class InputProcessor:
         if (constraint := constrain(params.structured_outputs)) is not None:
             expected = "False where the text has to fit something: it ends then"
             expect(not params.ignore_eos, "ignore_eos", True, expected)
+            if params.allowed_token_ids is not None:
+                constraint = constraint.any_spelling()
             grammar = self.grammars.compile_constraint(constraint)
         available, most = limit - len(ids), params.max_tokens
         spec = RequestSpec(

@@ -114,6 +114,8 @@ class SamplingParams:
     prompt_logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
     # What the text must be, or a chat's final answer; a dict of its fields is as good.
+    # Where bad_words or allowed_token_ids leave none of the tokens that fit, a request
+    # ends with an error; only the end of a complete text needs no permission.
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:

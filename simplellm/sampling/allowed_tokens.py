@@ -168,12 +168,19 @@ class AllowedTokens:
         before_min = request.num_output < request.params.min_tokens
         return before_min, self.completed(request)
 
-    def restrict(self, bits: Bits, request: SamplePosition) -> None:
+    def restrict(self, bits: Bits, request: SamplePosition) -> bool:
         """Clear in ``bits``, the grammar's, what else the request may not get.
 
-        Unless that would leave no token.
+        Where only the end of a complete text is left it may come, be it ruled out or
+        not. False if nothing is left: ``bits`` are then as they were.
         """
         before_min, completed = self.mask_state(request)
         if before_min or completed or self.restricts_statically:
-            left = bits & self.bits(before_min, completed)
-            bits[:] = left if left.any() else bits
+            ruled = self.before_min if before_min else self.always
+            left = bits & without(ruled, completed)
+            if not left.any():
+                left = bits & ~without(bits, request.stop_ids)
+            if not left.any():
+                return False
+            bits[:] = left
+        return True

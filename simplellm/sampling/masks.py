@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.base.grammar import BitmaskFiller, GrammarState
+from simplellm.base.grammar import BitmaskFiller, GrammarError, GrammarState
 from simplellm.base.host_memory import pinned, upload
 from simplellm.base.request import Request
 from simplellm.base.sample_position import DraftPosition, SamplePosition
@@ -53,6 +53,18 @@ def apply_mask(scores: Tensor, mask: Mask) -> Tensor:
     masked = scores[mask.rows]
     masked.masked_fill_(ruled_out.flatten(1)[:, : scores.shape[1]], -torch.inf)
     return scores.index_copy(0, mask.rows, masked)
+
+
+def nothing_left(request: Request) -> GrammarError:
+    """The error of a request whose grammar allows only what it rules out itself."""
+    given = "allowed_token_ids", "bad_words"
+    names = " and ".join(name for name in given if getattr(request.params, name))
+    error = GrammarError(
+        f"{names} leave no token with which the structured output could go on, "
+        f"after {request.num_output} of its tokens"
+    )
+    error.request_id = request.request_id
+    return error
 
 
 class Masks:
@@ -130,6 +142,8 @@ class Masks:
             if allowed.closing:
                 row[:] = 0
                 row[allowed.closing[0] // 32] = np.uint32(1) << allowed.closing[0] % 32
-            if request.params.restricts:
-                allowed.restrict(row, request)
+            if request.params.restricts and not allowed.restrict(row, request):
+                if isinstance(request, Request):
+                    raise nothing_left(request)
+                request.valid = False
         return staging.to(self.device, non_blocking=True, copy=True)

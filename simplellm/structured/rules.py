@@ -59,6 +59,18 @@ def rules_text(*rules: Mapping[str, Any]) -> str:
     return json.dumps({"grammars": rules})
 
 
+def any_spelling(text: str) -> str:
+    """A text for llguidance that any tokens may spell.
+
+    Where only one text can follow, llguidance otherwise allows a single token: the one
+    with which the tokenizer would begin it.
+    """
+    first, *rest = json.loads(text)["grammars"]
+    option = '%llguidance {"no_forcing": true}'
+    whole = {"lark_grammar": f"{option}\nstart: @whole\n"}
+    return rules_text(whole, {"name": "whole", **first}, *rest)
+
+
 def checked_text(text: str, where: str) -> str:
     """``text`` if it is neither empty nor too long. Raises ValueError."""
     expect(text, where, text, "a text that is not empty")
