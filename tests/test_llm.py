@@ -444,7 +444,7 @@ def test_a_bar_is_closed_however_a_call_ends(
         ({"stop": [""]}, "stop"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"logit_bias": {5: 101}}, "logit_bias"),
+        ({"logit_bias": {5: math.inf}}, "logit_bias"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"n": 0}, "n"),
         ({"foo": 1}, "foo"),

@@ -446,6 +446,11 @@ MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (MESSAGE, {"top_p": -1}, {}),
     (CHAT, {"logit_bias": []}, {"logit_bias": {}}),  # an empty object of PHP's
     (CHAT, {"logit_bias": {"5": "-9"}}, {"logit_bias": {"5": -9}}),
+    (  # as in vLLM
+        COMPLETE,
+        {"logit_bias": {"5": 1e9, "6": -101}},
+        {"logit_bias": {"5": 100, "6": -100}},
+    ),
     (  # llama.cpp's
         COMPLETE,
         {"logit_bias": [[5, 1.5], [6, False]]},

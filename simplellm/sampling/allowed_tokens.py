@@ -1,4 +1,4 @@
-"""Which tokens a request may get: allowed_token_ids, bad words, min_tokens, grammar.
+"""Which tokens a request may get, by allowed_token_ids, bad words and the like.
 
 Bit v % 32 of word v // 32 allows token v. V vocabulary, W = ceil(V / 32) words. All
 that they depend on is known without the device.
@@ -54,6 +54,7 @@ class AllowedTokens:
         ids = request.params.allowed_token_ids
         allowed = np.full(vocab_size, ids is None)
         allowed[[*(ids or ())]] = True
+        allowed[request.params.banned] = False
         # Bad words of several tokens, by the last token but one: all tokens before the
         # last one, and the last one.
         self.bad_words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
@@ -73,8 +74,9 @@ class AllowedTokens:
             None if grammar is None else grammar.start(request.request_id)
         )
         params = request.params
+        self.restricts = params.restricts
         # A forced token is not sampled: it has no logprob, and no penalty counts it.
-        sampled = params.logprobs is not None or params.penalizes or params.restricts
+        sampled = params.logprobs is not None or params.penalizes or self.restricts
         self.forces = not sampled
         # Tokens that the grammar forces next, and the request has not been given yet.
         self.pending_forced: list[int] = []

@@ -57,8 +57,13 @@ def apply_mask(scores: Tensor, mask: Mask) -> Tensor:
 
 def nothing_left(request: Request) -> GrammarError:
     """The error of a request whose grammar allows only what it rules out itself."""
-    given = "allowed_token_ids", "bad_words"
-    names = " and ".join(name for name in given if getattr(request.params, name))
+    params = request.params
+    given = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": params.bad_words,
+        "logit_bias": params.banned,
+    }
+    names = " and ".join(name for name, rules_out in given.items() if rules_out)
     error = GrammarError(
         f"{names} leave no token with which the structured output could go on, "
         f"after {request.num_output} of its tokens"
@@ -142,7 +147,7 @@ class Masks:
             if allowed.closing:
                 row[:] = 0
                 row[allowed.closing[0] // 32] = np.uint32(1) << allowed.closing[0] % 32
-            if request.params.restricts and not allowed.restrict(row, request):
+            if allowed.restricts and not allowed.restrict(row, request):
                 if isinstance(request, Request):
                     raise nothing_left(request)
                 request.valid = False

@@ -36,7 +36,7 @@ from pydantic_core import core_schema
 
 from simplellm.api.checks import with_integer_keys
 from simplellm.api.input_processor import MAX_PRIORITY, MAX_SAMPLES
-from simplellm.base.config import ParameterError, expect
+from simplellm.base.config import ParameterError, check_number, expect
 from simplellm.base.sampling_params import MAX_LOGPROBS, SamplingParams
 from simplellm.server.http.errors import APIError
 
@@ -268,10 +268,11 @@ def json_field(spec: Any) -> tuple[Any, Any]:
 
 
 ONE_OR_MORE = str | Several[str]
+BIAS = 100  # the most either way, as with OpenAI
 LOGIT_BIAS: dict[str, Any] = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]+$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "additionalProperties": {"type": "number", "minimum": -BIAS, "maximum": BIAS},
 }
 STRUCTURED_OUTPUTS: dict[str, Any] = {
     "type": "object",
@@ -283,6 +284,16 @@ STRUCTURED_OUTPUTS: dict[str, Any] = {
     },
     "additionalProperties": False,
 }
+
+
+def checked_biases(given: Mapping[str, Any]) -> dict[Any, Any]:
+    """A logit_bias of JSON as Python has it. Raises TypeError or ValueError."""
+    for token, bias in given.items():
+        name = f"logit_bias of token {token[:MAX_NAME]}"
+        check_number(name, bias, float, -BIAS, BIAS, param="logit_bias")
+    return with_integer_keys(given)
+
+
 # Of the parameters that have other types in JSON than in Python. What is in them is
 # checked by `SamplingParams`, as the relations between parameters are.
 JSON_TYPES: dict[str, Any] = {
@@ -291,7 +302,7 @@ JSON_TYPES: dict[str, Any] = {
     "stop_token_ids": Several[int] | None,
     "allowed_token_ids": Several[int] | None,
     "logit_bias": Annotated[
-        dict[str, Any], WithJsonSchema(LOGIT_BIAS), AfterValidator(with_integer_keys)
+        dict[str, Any], WithJsonSchema(LOGIT_BIAS), AfterValidator(checked_biases)
     ]
     | None,
     "structured_outputs": Annotated[dict[str, Any], WithJsonSchema(STRUCTURED_OUTPUTS)]
@@ -363,14 +374,19 @@ def outputs_asked(given: Mapping[str, Any]) -> dict[str, Any]:
 def as_biases(given: list[Any] | dict[str, Any]) -> Any:
     """OpenAI's logit_bias, made of llama.cpp's: pairs of a token and a number or false.
 
-    A list of anything else stays as it is, and is refused.
+    What is beyond its bounds is brought there, as in vLLM. A list of anything else
+    stays as it is, and is refused.
     """
-    if isinstance(given, dict):
-        return {token: number_in(bias) for token, bias in given.items()}
-    pairs = [pair for pair in given if isinstance(pair, list) and len(pair) == 2]
-    if len(pairs) < len(given) or any(type(token) is not int for token, _ in pairs):
-        return given
-    return {str(t): -100 if bias is False else bias for t, bias in pairs}
+    if isinstance(given, list):
+        pairs = [pair for pair in given if isinstance(pair, list) and len(pair) == 2]
+        if len(pairs) < len(given) or any(type(token) is not int for token, _ in pairs):
+            return given
+        given = {str(t): -BIAS if bias is False else bias for t, bias in pairs}
+    biases = {token: number_in(bias) for token, bias in given.items()}
+    return {
+        token: max(-BIAS, min(bias, BIAS)) if type(bias) in (int, float) else bias
+        for token, bias in biases.items()
+    }
 
 
 class SampledBody(Body):
