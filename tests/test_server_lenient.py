@@ -1402,3 +1402,27 @@ def test_strictly_no_label_of_a_begun_answer_is_dropped(
     answer = strict.post(CHAT, {"messages": [USER, begun], "max_tokens": 1})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == f"messages.{label}"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "fields"),
+    [
+        (COMPLETE, "CompletionBody", {"guided_json": {"type": "object"}}),
+        (CHAT, "ChatBody", {"guided_regex": "ab"}),
+        (RESPOND, "ResponsesBody", {"max_tokens": 2, "guided_choice": ["a", "b"]}),
+        (RESPOND, "ResponsesBody", {"response_format": {"type": "json_object"}}),
+        (MESSAGE, "MessageBody", {"stop": "x"}),
+    ],
+)
+def test_the_document_says_what_is_mapped(
+    served: Served, strict: Served, path: str, kind: str, fields: Fields
+) -> None:
+    """So that nobody reads of it as refused where it's taken."""
+    assert served.post(path, BODIES[path] | fields).status_code == 200
+    for server, taken in ((served, True), (strict, False)):
+        document = server.client.get("/openapi.json").json()
+        properties = document["components"]["schemas"][kind]["properties"]
+        for name in fields:
+            said = properties[name]["description"]
+            assert properties[name].get("deprecated", False) == taken
+            assert ("enum" in properties[name]) == ("not supported" in said) != taken

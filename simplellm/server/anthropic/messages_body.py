@@ -296,7 +296,7 @@ class MessageBody(CountBody, SampledBody):
         "return_token_ids": Unsupported(NOT_HERE, (False,)),
         "response_format": Unsupported("use format of output_config"),
         "service_tier": Unsupported(NOT_HERE, ("auto", "standard_only"), hint=True),
-        "stop": Unsupported("use stop_sequences"),
+        "stop": Unsupported("use stop_sequences", mapped=True),
         "stream_options": Unsupported("a stream always has the usage", hint=True),
         "user": Unsupported("use metadata", hint=True),
     }

@@ -71,12 +71,14 @@ class Unsupported:
 
     ``ignored_values`` ask for nothing. Any other value is refused, unless the parameter
     is a ``hint``: without it the answer may come later or cost more, but is the same.
-    Only a strict server refuses hints, the others ignore them.
+    Only a strict server refuses hints, the others ignore them. One that is ``mapped``
+    is refused by a strict server alone, too: the others take it as what ``why`` names.
     """
 
     why: str  # that it isn't supported, in words for whoever asks for it
     ignored_values: tuple[Any, ...] = ()
     hint: bool = False
+    mapped: bool = False
 
 
 NOT_HERE = "this server does not support it"
@@ -86,10 +88,10 @@ SHARED_UNSUPPORTED = {
     "length_penalty": Unsupported("it belongs to beam search", (1, 1.0), hint=True),
     "truncate_prompt_tokens": Unsupported(NOT_HERE),
     "spaces_between_special_tokens": Unsupported(NOT_HERE, (True,), hint=True),
-    "guided_json": Unsupported("use json of structured_outputs"),
-    "guided_regex": Unsupported("use regex of structured_outputs"),
-    "guided_choice": Unsupported("use choice of structured_outputs"),
-    "guided_grammar": Unsupported("use grammar of structured_outputs"),
+    **{
+        f"guided_{name}": Unsupported(f"use {name} of structured_outputs", mapped=True)
+        for name in ("json", "regex", "choice", "grammar")
+    },
     "logits_processors": Unsupported(NOT_HERE, ([],)),
     "kv_transfer_params": Unsupported(NOT_HERE, hint=True),
     "cache_salt": Unsupported(NOT_HERE, hint=True),

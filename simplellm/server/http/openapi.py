@@ -96,6 +96,11 @@ def complete_schema(kind: type[Body], schema: Any, strict: bool) -> dict[str, An
     for name, entry in kind.unsupported.items():
         if entry.hint and not strict:
             properties[name] = {"description": f"Ignored: {entry.why}."}
+        elif entry.mapped and not strict:
+            properties[name] = {
+                "deprecated": True,
+                "description": f"Taken, but better {entry.why}.",
+            }
         else:
             properties[name] = {
                 "enum": [*entry.ignored_values, None],

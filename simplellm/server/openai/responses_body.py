@@ -81,14 +81,14 @@ class ResponsesBody(LabeledBody):
 
     unsupported: ClassVar = SHARED_UNSUPPORTED | {
         "n": Unsupported("a response is one turn", (1,)),
-        "response_format": Unsupported("use format of text"),
+        "response_format": Unsupported("use format of text", mapped=True),
         "return_token_ids": Unsupported(NOT_HERE, (False,)),
         "stream_options": Unsupported(
             "the last event has the usage",
             ({}, {"include_obfuscation": False}),
             hint=True,
         ),
-        "max_tokens": Unsupported("use max_output_tokens"),
+        "max_tokens": Unsupported("use max_output_tokens", mapped=True),
         "prompt_logprobs": Unsupported(NOT_HERE),
         "logprobs": Unsupported(f"use top_logprobs, and {LOGPROBS!r} in include"),
         "truncation": Unsupported(
