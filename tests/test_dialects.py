@@ -327,7 +327,7 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:
 
 
 BAD_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no model": (lambda config: config.pop("model"), "model is NoneType; expected an"),
+    "no model": (lambda config: config.pop("model"), "model is None; expected an"),
     "another model": (put("model.type", "Unigram"), "model.type is 'Unigram'"),
     "an old WordPiece": (
         lambda config: [config["model"].pop(key) for key in ("type", "merges")],

@@ -268,7 +268,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"regex": 5}, "structured_outputs.regex", "a string"),
     ({"regex": ""}, "structured_outputs.regex", "not empty"),
     ({"regex": "a" * 2**18}, "structured_outputs.regex", "131072"),
-    ({"regex": "(?=a)b"}, "structured_outputs", "regex"),
+    ({"regex": "(?=a)b"}, "structured_outputs", "error: look-around, including"),
+    ({"regex": "a("}, "structured_outputs", "error: unclosed group"),
     ({"choice": []}, "structured_outputs.choice", "at least one"),
     ({"choice": ["a", 5]}, "structured_outputs.choice", "list of str"),
     ({"choice": [""]}, "structured_outputs.choice", "not empty"),
@@ -649,7 +650,11 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": 5}, "response_format", "an object"),
     ({"response_format": {}}, "response_format.type", "json_object"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.name", "a string"),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        "is None; expected an object",
+    ),
     (
         {"response_format": {"type": "json_schema", "json_schema": 5}},
         "response_format.json_schema",

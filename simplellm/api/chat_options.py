@@ -58,8 +58,9 @@ def as_format(value: Any, where: str = "response_format") -> Format:
     elif kind != "json_schema":
         rules = schema_rules(OBJECT, where) if kind == "json_object" else None
         return Format(rules, "", asks)
-    if "json_schema" in value:
-        where, value = f"{where}.json_schema", value["json_schema"]
+    nothing = where == "response_format" and not value.keys() & {"name", "schema"}
+    if "json_schema" in value or nothing:
+        where, value = f"{where}.json_schema", value.get("json_schema")
         expect_type(where, value, Mapping, "an object")
     name, about = value.get("name"), value.get("description") or ""
     schema, strict = value.get("schema"), value.get("strict")
