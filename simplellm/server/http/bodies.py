@@ -5,8 +5,8 @@ field, with its type and its bounds. What is *mapped* becomes such a field: anot
 of it, or a value that means nearly the same; null is absent. What is *refused* stands
 in ``unsupported`` with a sentence that says what to do, since without it the answer
 would be another one. Any other name is ignored, and a header of the answer names it. A
-strict server maps nothing and refuses what it doesn't know. The OpenAPI document is
-made from the same models.
+strict server maps nothing and refuses what it doesn't know, within messages and tools
+too. The OpenAPI document is made from the same models.
 """
 
 import re
@@ -32,7 +32,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import core_schema
+from pydantic_core import PydanticCustomError, core_schema
 
 from simplellm.api.checks import with_integer_keys
 from simplellm.api.input_processor import MAX_PRIORITY, MAX_SAMPLES
@@ -132,7 +132,6 @@ FORMATS = {"enum": ["text", "json_object", "json_schema"]}
 RESPONSE_FORMAT = an_object(
     "type", type=FORMATS, json_schema=an_object("name", "schema", **SCHEMA_FIELDS)
 )
-ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
 Effort = Annotated[Literal["low", "medium", "high"], BeforeValidator(nearest_effort)]
 
 Some = TypeVar("Some")
@@ -141,15 +140,65 @@ Several = Annotated[  # whose first error is enough: there may be a million
     GetPydanticSchema(lambda kind, handler: {**handler(kind), "fail_fast": True}),
 ]
 STRICT = ValidationContext(strict=True)  # of what no client has sent
+UNNAMED = "unnamed"  # an error: a name that is not in a JSON schema
+
+
+def unnamed(value: Any, schema: Mapping[str, Any]) -> str:
+    """The path of the first name in ``value`` that ``schema`` does not have, or "".
+
+    An object of another type than those in it is for others to judge.
+    """
+    inside: Iterable[tuple[str, Any, Any]] = ()
+    if isinstance(value, list) and "items" in schema:
+        inside = ((f"[{n}]", one, schema["items"]) for n, one in enumerate(value))
+    elif isinstance(value, Mapping) and (known := schema.get("properties")):
+        kinds = known.get("type", {}).get("enum")
+        if kinds and value.get("type") not in kinds:
+            return ""
+        given = {name: one for name, one in value.items() if one is not None}
+        if odd := next((name for name in given if name not in known), ""):
+            return f".{odd[:MAX_NAME]}"
+        inside = ((f".{name}", one, known[name]) for name, one in given.items())
+    paths = ((step, unnamed(one, inner)) for step, one, inner in inside)
+    return next((f"{step}{path}" for step, path in paths if path), "")
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """For the annotation of data that a JSON ``schema`` describes in the document.
+
+    Of the schema a strict server checks here that there are no other names.
+    """
+
+    schema: Mapping[str, Any]
+
+    def check(self, value: Any, info: "ValidationInfo[ValidationContext]") -> Any:
+        strict = (info.context or STRICT).strict
+        if strict and (path := unnamed(value, self.schema)):
+            raise PydanticCustomError(UNNAMED, "no such name", {"path": path})
+        return value
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        inner = handler(kind)
+        return core_schema.with_info_after_validator_function(self.check, inner)
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: Any) -> Any:
+        return {**self.schema}
+
+
+ResponseFormat = Annotated[dict[str, Any], Described(RESPONSE_FORMAT)]
 
 
 class Part(BaseModel):
     """A part of a conversation. Its fields are *taken*; null is absent.
 
-    Other names in it are ignored without a note: they are labels of the client's.
+    Other names in it are ignored without a note: they are labels of the client's. A
+    strict server takes those ``labels`` only that come with answers or mean nothing.
     """
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    labels: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def apply_aliases(
@@ -171,9 +220,25 @@ class Part(BaseModel):
         context = info.context or STRICT
         if context.strict:
             cls.check_labels(data)
+            data = cls.without_labels(data)
         else:
             data = cls.apply_aliases(data, context)
         return cls.collect_fields(data)
+
+    @classmethod
+    def without_labels(cls, data: Any) -> Any:
+        """``data`` as a strict server reads it, which refuses unknown names."""
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if key not in cls.labels}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> Any:
+        schema = handler(core)
+        about = {"description": "Nothing is done with it."}
+        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        properties |= {name: about for name in sorted(cls.labels)}
+        return schema
 
     @classmethod
     def check_labels(cls, data: Mapping[str, Any]) -> None:
@@ -564,7 +629,9 @@ def read_body(
     Raises ParameterError, or APIError for a parameter that is not supported.
     """
     try:
-        return kind.model_validate(data, strict=strict, context=context)
+        # Of parts too, which otherwise ignore what they don't know.
+        extra: Any = "forbid" if context.strict else None
+        return kind.model_validate(data, strict=strict, extra=extra, context=context)
     except ValidationError as error:
         raise as_parameter_error(error) from None
 
@@ -614,7 +681,10 @@ def path_of(location: Sequence[int | str]) -> str:
 
 
 def as_parameter_error(error: ValidationError) -> ParameterError:
-    """The error for a client: it names the deepest of the errors and its path."""
+    """The error for a client: it names the deepest of the errors and its path.
+
+    Raises APIError for a name that is unknown.
+    """
     errors = error.errors(include_url=False)
     paths = [path_of(entry["loc"]) for entry in errors]
     depths = [len(re.findall(r"[.\[]", path)) for path in paths]
@@ -623,6 +693,10 @@ def as_parameter_error(error: ValidationError) -> ParameterError:
     if isinstance(inner := entry.get("ctx", {}).get("error"), ParameterError):
         return inner
     given = entry["input"]
+    if entry["type"] == UNNAMED:
+        refuse(path + entry["ctx"]["path"], None)
+    if entry["type"] == "extra_forbidden":
+        refuse(f"{path_of(entry['loc'][:-1])}.{entry['loc'][-1]}", None)
     if entry["type"] == OTHER_KIND:
         key = entry["ctx"]["key"]
         path, given = f"{path}.{key}", given.get(key)
