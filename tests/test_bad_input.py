@@ -260,7 +260,7 @@ PROMPTS: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "no tokens": ([[]], ValueError, ["prompt is empty", "expected at least one"]),
     "a number": (47, TypeError, ["prompts is int", "expected text"]),
     "bytes": (b"What?", TypeError, ["prompts is bytes", "expected text"]),
-    "nothing": (None, TypeError, ["prompts is NoneType", "expected text"]),
+    "nothing": (None, TypeError, ["prompts is None", "expected text"]),
     "a number among texts": (["Hi", 3.5], TypeError, ["prompt is float", "expected"]),
     "numbers that are no ids": (
         [[1.5]],

@@ -418,7 +418,7 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:
 
 
 BAD_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no model": (lambda config: config.pop("model"), "model is NoneType; expected an"),
+    "no model": (lambda config: config.pop("model"), "model is None; expected an"),
     "another model": (put("model.type", "WordLevel"), "model.type is 'WordLevel'"),
     "no pieces": (put("model.type", "Unigram"), "model.vocab is dict; expected a list"),
     "an old WordPiece": (

@@ -309,6 +309,46 @@ def test_preempted_requests_go_on_in_their_grammar(grammars: Grammars) -> None:
             assert run(small, [one])[0].token_ids == output.token_ids
 
 
+def given(llm: LLM, regex: str, **options: Any) -> RequestOutput:
+    form: Any = {"structured_outputs": {"regex": regex}, "temperature": 0}
+    (output,) = llm.generate("Hello", **form, **options).result(timeout=60)
+    return output
+
+
+def test_allowed_tokens_spell_what_fits(llm: LLM) -> None:
+    """Though others would spell it in less; and its end needs no permission."""
+    bytes_of = llm.tokenizer.token_bytes
+    single = [t for t in range(llm.config.vocab_size) if len(bytes_of(t)) == 1]
+    output = given(llm, "The (north|south) 123", allowed_token_ids=single)
+    assert output.text in ("The north 123", "The south 123")
+    assert {*output.token_ids[:-1]} <= {*single} and output.finish_reason == "stop"
+    assert len(given(llm, "The (north|south) 123").token_ids) < len(output.token_ids)
+    digits = [t for n in "123" for t in llm.tokenizer.encode(n)]
+    output = given(llm, "[0-9]{3}[a-z]?", allowed_token_ids=digits)
+    assert {*output.text} <= {*"123"} and output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculative": "suffix"}])
+def test_what_rules_out_all_that_fits_ends_one_request(drafts: dict[str, Any]) -> None:
+    """Its own: nothing that is ruled out comes, and who is beside it goes on."""
+    # Far from the limit: near it no draft of a grammar's is checked.
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 90}
+    with LLM(device="cpu", **drafts) as llm:
+        digits = [t for sign in "0123456789 " for t in llm.tokenizer.encode(sign)]
+        some: Any = {"allowed_token_ids": digits}
+        cases = [("(12 ){5}1[a-c]{3}", some), ("So (be|do) it", {"bad_words": ["So"]})]
+        prompts, free = ["12 12 12 12 1"] * 2, SamplingParams(**options)
+        wanted = llm.generate(prompts[1], free).result(timeout=60)[0].token_ids
+        for regex, ruled in cases:
+            outputs = {"regex": regex}
+            params = SamplingParams(**options, **ruled, structured_outputs=outputs)
+            future, (name,) = llm.generate(prompts, [params, free]), ruled
+            with pytest.raises(EngineError, match=f"{name} leave no token") as error:
+                future.result(timeout=60)
+            assert error.value.index == 0 and error.value.outputs
+            assert error.value.outputs[1].token_ids == wanted
+
+
 def test_drafts_that_are_dropped_take_no_pages_from_forced_tokens() -> None:
     """These are in the next step, which is launched before the drafts are checked."""
     text, drafting = "abcdefghijklmnopqrstuvwxyz", {"num_speculative_tokens": 2}

@@ -425,6 +425,27 @@ def test_text_streams_without_replacement_characters(text) -> None:
     assert parser.finish() == []
 
 
+@pytest.mark.parametrize(
+    "begin",
+    ["", "<|channel|>final<|message|>So.<|return|>", "x<|end|><|start|>assistant"],
+)
+def test_text_in_place_of_a_header_streams(begin: str) -> None:
+    """As where a model without a header goes on for long, or behind its answer."""
+    ids = reply(begin)
+    parser, text = HarmonyParser(TOKENIZER), " né" * 400
+    for id in ids:
+        parser.push(id)
+    written = TOKENIZER.encode(text)
+    deltas = [parser.push(id) for id in written]
+    silent = next(number for number, new in enumerate(deltas) if new)
+    assert 20 < silent < 300 < len(written)
+    assert sum(map(bool, deltas)) > 300, "token by token from then on"
+    joined = "".join(delta.text for new in deltas for delta in new)
+    assert joined.lstrip() == text.lstrip(), "white space ends a header"
+    assert parser.finish() == []
+    assert parser.messages[-1].content == joined
+
+
 def test_ids_are_those_of_the_text_encoded_at_once() -> None:
     """Chat templates render text and encode it as a whole; ids agree with that."""
     messages = [

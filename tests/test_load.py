@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 import torch
 from checkpoints import TINY, config_json, write_checkpoint
 from models import CONFIG
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from simplellm import (
     LLM,
@@ -339,6 +340,24 @@ def test_the_smallest_engine_answers(folder: Path) -> None:
         assert llm.engine_core.max_model_len == 2
         (output,) = llm.generate([5], max_tokens=9, temperature=0).result()
         assert len(output.token_ids) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_weight_that_is_not_finite_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float, dtype: str
+) -> None:
+    """By its name. Nothing else would: all tokens would be the first one."""
+    file = write_checkpoint(tmp_path, quantized=False) / "model.safetensors"
+    load_model(tmp_path, dtype, "cpu")
+    assert not caplog.messages
+    weights = load_file(file)
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        weights[name].view(-1)[-1] = value
+    save_file(weights, file)
+    load_model(tmp_path, dtype, "cpu")
+    (message,) = caplog.messages
+    assert "infinity in 2 of the weights, first in layers.1.attn.qkv.weight" in message
 
 
 def test_a_length_that_the_model_does_not_have_is_told(caplog) -> None:

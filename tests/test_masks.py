@@ -1,5 +1,6 @@
 """min_tokens, bad_words and allowed_token_ids: as bits, in an engine, for a user."""
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -219,6 +220,28 @@ def test_only_allowed_tokens_come(llm: LLM) -> None:
         assert output.text.isdigit() and {*output.token_ids} <= {*digits}
 
 
+def test_biases_may_be_of_any_size(llm: LLM) -> None:
+    """As in vLLM; minus infinity rules a token out whatever the others are like."""
+    usual = text_of(llm)
+    first, never = usual.token_ids[0], -math.inf
+    for options in ({}, {"temperature": 2.0, "seed": 1, "top_p": 0.9}):
+        output = text_of(llm, logit_bias={first: never}, **options)
+        assert first not in output.token_ids
+        every = dict.fromkeys(range(llm.config.vocab_size), -1e30)
+        output = text_of(llm, logit_bias=every | {first: never}, **options)
+        assert first not in output.token_ids
+        output = text_of(llm, logit_bias={7: 1e30}, repetition_penalty=1.5, **options)
+        assert {*output.token_ids} == {7}
+    output = text_of(
+        llm, logit_bias={first: 1000}, structured_outputs={"regex": "[a-z]{4}"}
+    )
+    assert output.text.isalpha() and output.finish_reason == "stop"
+    letter, other = (llm.tokenizer.encode(sign)[0] for sign in "ab")
+    for ruled_out, left in ((letter, "b"), (other, "a")):
+        form = {"structured_outputs": {"regex": "a|b"}}
+        assert text_of(llm, logit_bias={ruled_out: never}, **form).text == left
+
+
 def test_nothing_ends_before_min_tokens(llm: LLM) -> None:
     usual = text_of(llm)
     stop = usual.token_ids[2]
@@ -274,9 +297,11 @@ def test_others_in_the_batch_get_what_they_get_alone(llm: LLM) -> None:
         ({"allowed_token_ids": [1088]}, "a token id of allowed_token_ids is 1088"),
         (
             {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1},
-            "the tokens that allowed_token_ids, bad_words and min_tokens leave is 0",
+            "the tokens that allowed_token_ids, bad_words, logit_bias and min_tokens "
+            "leave is 0",
         ),
         ({"allowed_token_ids": [0], "bad_words": ["!"]}, "leave is 0"),
+        ({"allowed_token_ids": [5], "logit_bias": {5: -math.inf}}, "leave is 0"),
     ],
 )
 def test_what_leaves_nothing_is_refused(

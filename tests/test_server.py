@@ -618,7 +618,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ),
     (
         {"messages": HELLO, "response_format": {"type": "json_schema"}},
-        "response_format.name",
+        "response_format.json_schema",
     ),
     (
         {
@@ -848,6 +848,10 @@ def test_a_large_body_is_read_in_another_thread(served: Served) -> None:
 def test_paths_and_methods(served: Served) -> None:
     answer = served.client.get("/v1/nothing")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+    answer = served.post("/v1/responses/compact", {"model": NAME, "input": []})
+    assert (
+        answer.status_code == 404 and "a summary" in answer.json()["error"]["message"]
+    )
     error = served.client.get("/v1/messages/batches").json()
     assert error["type"] == "error" and error["error"]["type"] == "not_found_error"
     answer = served.client.get(COMPLETE)

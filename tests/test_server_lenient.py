@@ -32,6 +32,8 @@ FUNCTION: Fields = {"name": "add", "parameters": {"type": "object", "properties"
 TOOL = {"type": "function", "function": FUNCTION}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+THINKING = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+ANSWER = "<|channel|>final<|message|>Yo<|return|>"
 ADD = {"type": "function", "function": {"name": "add"}}  # as a choice
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 USER = {"role": "user", "content": "Hi"}
@@ -446,6 +448,11 @@ MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (MESSAGE, {"top_p": -1}, {}),
     (CHAT, {"logit_bias": []}, {"logit_bias": {}}),  # an empty object of PHP's
     (CHAT, {"logit_bias": {"5": "-9"}}, {"logit_bias": {"5": -9}}),
+    (  # as in vLLM
+        COMPLETE,
+        {"logit_bias": {"5": 1e9, "6": -101}},
+        {"logit_bias": {"5": 100, "6": -100}},
+    ),
     (  # llama.cpp's
         COMPLETE,
         {"logit_bias": [[5, 1.5], [6, False]]},
@@ -1121,6 +1128,84 @@ def test_a_strict_server_ignores_nothing(strict: Served) -> None:
     assert strict.post(CHAT, BODIES[CHAT] | {"store": False}).status_code == 200
 
 
+def call_of(**fields: Any) -> Fields:
+    return {"id": "c", "type": "function", "function": {"name": "f", **fields}}
+
+
+def item_of(**fields: Any) -> Fields:
+    return {"type": "message", "role": "user", "content": "Hi", **fields}
+
+
+ASKED = turn(content=None, tool_calls=[call_of(arguments="{}")])
+ECHOED: Fields = {
+    "role": "assistant",
+    "content": "Yo",
+    "refusal": None,
+    "annotations": [],
+}
+SAID = {"type": "output_text", "text": "Yo", "annotations": [], "logprobs": []}
+THOUGHT = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+TEXT = {"type": "text", "text": "Hi"}
+CACHED = TEXT | {"cache_control": {"type": "ephemeral"}}
+SIGNED = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+# A body's fields, and if it has an unknown name, the name's path.
+NAMED: list[tuple[str, Fields, str]] = [
+    (CHAT, {"messages": [USER | {"name": "x"}, ECHOED, USER]}, ""),
+    (CHAT, {"messages": [USER, ASKED, result("R")]}, ""),
+    (CHAT, {"messages": [USER | {"x": 1}]}, "messages[0].x"),
+    (CHAT, {"messages": [USER | {"X": 1}]}, "messages[0].X"),
+    (CHAT, {"messages": [USER | {"content": [CACHED]}]}, "[0].cache_control"),
+    (
+        CHAT,
+        {"messages": [USER | {"content": [TEXT, IMAGE | {"text": ""}]}]},
+        "[1].type",
+    ),
+    (
+        CHAT,
+        {"messages": [USER, turn(tool_calls=[call_of(arguments="{}", x=1)])]},
+        "messages[1].tool_calls[0].function.x",
+    ),
+    (
+        CHAT,
+        {
+            "messages": [
+                USER,
+                turn(tool_calls=[call_of(arguments="{}") | {"x": 1}]),
+            ]
+        },
+        "messages[1].tool_calls[0].x",
+    ),
+    (CHAT, {"tools": [TOOL, {"type": "custom", "custom": {"name": "a", "x": 1}}]}, ""),
+    (CHAT, {"tools": [TOOL | {"x": 1}]}, "tools[0].x"),
+    (CHAT, {"tools": [call_of(x=1)]}, "tools[0].id"),
+    (CHAT, {"response_format": {"type": "text", "x": None}}, ""),
+    (CHAT, {"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+    (RESPOND, {"input": [item_of(id="i", status="completed"), THOUGHT]}, ""),
+    (RESPOND, {"input": [item_of(role="assistant", content=[SAID]), item_of()]}, ""),
+    (RESPOND, {"input": [item_of(x=1)]}, "input[0].x"),
+    (RESPOND, {"input": [item_of(content=[SAID | {"x": 1}])]}, "content[0].x"),
+    (RESPOND, {"tools": [{"type": "function", **FUNCTION, "x": 1}]}, "tools[0].x"),
+    (RESPOND, {"text": {"format": {"type": "text", "x": 1}}}, "format.x"),
+    (MESSAGE, {"messages": [USER | {"content": [CACHED]}]}, ""),
+    (MESSAGE, {"messages": [USER, turn(content=[SIGNED]), USER]}, ""),
+    (MESSAGE, {"messages": [USER | {"x": 1}]}, "messages[0].x"),
+    (MESSAGE, {"messages": [USER | {"content": [GAVE | {"x": 1}]}]}, "content[0].x"),
+    (MESSAGE, {"tools": [BASH, {"name": "a", "input_schema": {}, "x": 1}]}, "[1].x"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "name"), NAMED)
+def test_strictly_no_name_is_unknown(
+    served: Served, strict: Served, path: str, fields: Fields, name: str
+) -> None:
+    """Within messages, tools and formats too, but for labels that come with answers."""
+    body = BODIES[path] | fields
+    assert made(served, path, body)
+    answer = strict.post(path, body)
+    assert answer.status_code == (400 if name else 200), answer.text
+    assert name in answer.text
+
+
 def test_names_are_logged_once(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1397,3 +1482,48 @@ def test_strictly_no_label_of_a_begun_answer_is_dropped(
     answer = strict.post(CHAT, {"messages": [USER, begun], "max_tokens": 1})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == f"messages.{label}"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "fields"),
+    [
+        (COMPLETE, "CompletionBody", {"guided_json": {"type": "object"}}),
+        (CHAT, "ChatBody", {"guided_regex": "ab"}),
+        (RESPOND, "ResponsesBody", {"max_tokens": 2, "guided_choice": ["a", "b"]}),
+        (RESPOND, "ResponsesBody", {"response_format": {"type": "json_object"}}),
+        (MESSAGE, "MessageBody", {"stop": "x"}),
+    ],
+)
+def test_the_document_says_what_is_mapped(
+    served: Served, strict: Served, path: str, kind: str, fields: Fields
+) -> None:
+    """So that nobody reads of it as refused where it's taken."""
+    assert served.post(path, BODIES[path] | fields).status_code == 200
+    for server, taken in ((served, True), (strict, False)):
+        document = server.client.get("/openapi.json").json()
+        properties = document["components"]["schemas"][kind]["properties"]
+        for name in fields:
+            said = properties[name]["description"]
+            assert properties[name].get("deprecated", False) == taken
+            assert ("enum" in properties[name]) == ("not supported" in said) != taken
+
+
+@pytest.mark.parametrize("wrote", [ANSWER, CALL.format("f", "{}")])
+@pytest.mark.parametrize("path", [CHAT, RESPOND, MESSAGE])
+def test_a_strict_server_takes_back_what_it_said(
+    strict: Served, path: str, wrote: str
+) -> None:
+    limit = {RESPOND: "max_output_tokens"}.get(path, "max_tokens")
+    key, body = {RESPOND: "input"}.get(path, "messages"), {limit: 90}
+    with said(strict, f"{THINKING}{wrote}"):
+        answer = strict.post(path, {key: [USER], **body}).json()
+    match path:
+        case "/v1/responses":
+            back = answer["output"]
+        case "/v1/messages":
+            back = [{"role": "assistant", "content": answer["content"]}]
+        case _:
+            back = [answer["choices"][0]["message"]]
+    assert "Hm." in json.dumps(back) and ("Yo" in json.dumps(back)) == (wrote == ANSWER)
+    again = strict.post(path, {key: [USER, *back, USER], **body})
+    assert again.status_code == 200, again.text

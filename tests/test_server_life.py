@@ -15,6 +15,7 @@ from models import PATIENCE, SMALL, until
 from serving import Served, events_of, idle, serving, slow
 
 from simplellm import LLM, EngineConfig
+from simplellm.apps.serving import as_origin
 from simplellm.server.serve import TimelyConnection
 
 COMPLETE = "/v1/completions"
@@ -249,6 +250,9 @@ def test_what_was_loaded_is_no_garbage(folder: Path, processes: Any) -> None:
         ["--watchdog-timeout", "1"],
         ["--api-key", ""],
         ["--port", "99999"],
+        ["--allowed-origins", "example.org"],
+        ["--allowed-origins", "localhost:3000"],
+        ["--allowed-origins", "https://example.org/page"],
         ["nowhere"],
     ],
 )
@@ -257,6 +261,14 @@ def test_bad_arguments(arguments: list[str], capsys: Any) -> None:
 
     assert cli.main(["serve", *arguments]) == 2
     assert capsys.readouterr().err
+
+
+def test_origins_are_as_browsers_write_them() -> None:
+    given = ["https://Example.org/", "http://localhost:3000", "https://a.b:443", "*"]
+    expected = ["https://example.org", "http://localhost:3000", "https://a.b", "*"]
+    assert [as_origin(text) for text in given] == expected
+    with pytest.raises(ValueError, match="expected a scheme and a host"):
+        as_origin("example.org")
 
 
 def test_a_port_that_is_taken(folder: Path, served: Served, capsys: Any) -> None:

@@ -106,7 +106,7 @@ def test_a_request_arrives_as_it_was() -> None:
         allowed_token_ids=[1, 2, 3],
         logprobs=-1,
         prompt_logprobs=2,
-        logit_bias={3: -1.5, 0: 1e-9},
+        logit_bias={3: -1.5, 0: 1e-9, 9: -math.inf},
     )
     spec = RequestSpec(
         [5, 0, 1099],

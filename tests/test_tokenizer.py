@@ -190,7 +190,7 @@ def test_a_million_characters_in_a_run_encode(tokenizer, text) -> None:
     "text, error, words",
     [
         (b"bytes", TypeError, "text is bytes; expected str"),
-        (None, TypeError, "text is NoneType; expected str"),
+        (None, TypeError, "text is None; expected str"),
         ("ab\ud83d", TokenizerError, r"lone surrogate U\+D83D at position 2"),
         ("\ud83d\ude00", TokenizerError, r"lone surrogate U\+D83D at position 0"),
     ],

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +239,8 @@ def test_every_request_has_an_outcome_and_errors_are_counted_by_kind(monkeypatch
         "TypeError": 2,
         "not sent": 1,
     }
+    assert len(told["reasons"]) == 5
+    assert [n for why, n in told["reasons"].items() if "come back" in why] == [2, 2]
     assert told["output_tokens"] == 2
     assert len(told["milliseconds"]["first token"]) == 3
     assert len(latencies(found)["whole answer"]) == 2
@@ -422,9 +424,20 @@ def test_the_command_sends_a_named_workload_to_an_engine(capsys, monkeypatch):
     monkeypatch.setitem(WORKLOADS, "chat", SMALL)
     options = "bench --requests 4 --clients 2 --seed 7 --device cpu".split()
     assert cli.main(options) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert out.startswith("4 of 4 requests answered in ")
-    assert ", seed 7\n" in out
+    assert ", seed 7\nworkload chat\n" in out and "the workload is chat" in err
+
+
+def test_the_command_tells_why_requests_failed(capsys, tmp_path: Path):
+    file = tmp_path / "in.jsonl"
+    wrong = [replace(request(f"a{n}"), body={"prompt": "x", "n": 0}) for n in range(3)]
+    good = replace(request("b"), body={"prompt": "x", "max_tokens": 1})
+    file.write_text("\n".join(json.dumps(asdict(one)) for one in [*wrong, good]))
+    assert cli.main(["bench", "--load", str(file), "--device", "cpu"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1 of 4 requests answered" in out and "3 errors: APIError" in out
+    assert "3 x APIError: n is 0; expected" in out
 
 
 @pytest.mark.parametrize(
@@ -458,9 +471,15 @@ def test_the_table_fits_a_terminal():
         Outcome(0.0, 0.0, 99_999.9, [1] * 9, [12_345.6 + k * 999 for k in range(9)], 9)
         for _ in range(3)
     ]
-    found += [Outcome(0.0, error=f"HTTP {status}: busy") for status in (429, 503)]
+    errors = [f"HTTP {status}: {'busy ' * 99}" for status in (429, 503)]
+    found += [Outcome(0.0, error=error) for error in errors]
     record = summarize_traffic(found) | {"output_tokens": 10**9}
-    record |= {"prompt_tokens": 10**10, "requests": 10**7, "seed": 999_999}
+    record |= {
+        "prompt_tokens": 10**10,
+        "requests": 10**7,
+        "seed": 999_999,
+        "load": "long",
+    }
     console = Console(width=200, record=True, file=io.StringIO())
     show_traffic(record, console)
     lines = console.export_text().splitlines()

@@ -136,7 +136,7 @@ def test_a_batch_file_of_openai_is_a_workload(tmp_path: Path):
     body = {"prompt": "time", "max_tokens": 2}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     file = tmp_path / "in.jsonl"
-    file.write_text(json.dumps(line) + "\n")
+    file.write_text(json.dumps(line) + "\n \n\n")
     assert read_workload(file) == [Arrival("a", "/v1/completions", body)]
 
 
@@ -147,7 +147,7 @@ def test_a_file_without_requests_is_refused(tmp_path: Path):
         read_workload(file)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"custom_id": "a"}', '{"id": 1}', ""])
+@pytest.mark.parametrize("line", ["{", "[]", '{"custom_id": "a"}', '{"id": 1}'])
 def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path):
     file = tmp_path / "in.jsonl"
     good = {"custom_id": "a", "url": "/v1/completions", "body": {}}

@@ -12,6 +12,7 @@ from simplellm.base.sampling_params import StructuredOutputs
 from simplellm.structured.rules import (
     MAX_TEXT,
     WHERE,
+    any_spelling,
     output_rules,
     rules_text,
     schema_rules,
@@ -57,8 +58,9 @@ def as_format(value: Any, where: str = "response_format") -> Format:
     elif kind != "json_schema":
         rules = schema_rules(OBJECT, where) if kind == "json_object" else None
         return Format(rules, "", asks)
-    if "json_schema" in value:
-        where, value = f"{where}.json_schema", value["json_schema"]
+    nothing = where == "response_format" and not value.keys() & {"name", "schema"}
+    if "json_schema" in value or nothing:
+        where, value = f"{where}.json_schema", value.get("json_schema")
         expect_type(where, value, Mapping, "an object")
     name, about = value.get("name"), value.get("description") or ""
     schema, strict = value.get("schema"), value.get("strict")
@@ -149,6 +151,11 @@ class Constraint:
     text: str
     parts: Mapping[str, Rules]
     looser: "Constraint | None" = None
+
+    def any_spelling(self) -> "Constraint":
+        """The same for texts that are cut into tokens in any way."""
+        looser = None if self.looser is None else self.looser.any_spelling()
+        return replace(self, text=any_spelling(self.text), looser=looser)
 
 
 def text_constraint(

@@ -285,6 +285,8 @@ class InputProcessor:
         if (constraint := constrain(params.structured_outputs)) is not None:
             expected = "False where the text has to fit something: it ends then"
             expect(not params.ignore_eos, "ignore_eos", True, expected)
+            if params.allowed_token_ids is not None or params.banned:
+                constraint = constraint.any_spelling()
             grammar = self.grammars.compile_constraint(constraint)
         available, most = limit - len(ids), params.max_tokens
         spec = RequestSpec(
@@ -302,7 +304,8 @@ class InputProcessor:
             free = replace(spec, grammar=None)  # which may be in another process
             choices = AllowedTokens(free.sample(), self.config.vocab_size)
             left = choices.bits(params.min_tokens > 0, ()).any()
-            name = "the tokens that allowed_token_ids, bad_words and min_tokens leave"
+            some = "allowed_token_ids, bad_words, logit_bias and min_tokens"
+            name = f"the tokens that {some} leave"
             expect(left, name, 0, "at least one", param="allowed_token_ids")
         return spec
 

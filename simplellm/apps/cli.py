@@ -291,6 +291,34 @@ def compare(
     return record, [table, bench_speculation.NOTE]
 
 
+def send_load(
+    screen: Screen,
+    llm: Any,
+    url: str,
+    load: str,
+    seed: int | None,
+    results: Path | None,
+    *,
+    command: str,
+    **how: Any,
+) -> tuple[dict[str, Any], Any]:
+    """The record of a workload that is sent, and what draws it.
+
+    ``how``: as many requests, at a rate or by clients.
+    """
+    from simplellm.apps import report, traffic
+
+    if not load:
+        load = "chat"
+        screen.remark("the workload is chat; --load names another")
+    seed = time.time_ns() % 10**6 if seed is None else seed
+    arrivals = plan_load(load, **how, seed=seed)
+    outcomes = traffic.measure_traffic(llm, url, arrivals, how["clients"], results)
+    record = {"command": command, "load": load, "seed": seed}
+    record |= traffic.summarize_traffic(outcomes)
+    return record, partial(report.plot_traffic, traffic.latencies(outcomes))
+
+
 @app.command()
 def bench(
     ctx: typer.Context,
@@ -314,7 +342,7 @@ def bench(
     json_file: options.JSONFile = None,
     plot: options.PlotFile = None,
     device: options.Where = None,
-) -> None:
+) -> int:
     """Measure a model's speed, and what this machine allows.
 
     With --load or --url: how long those wait who send a workload.
@@ -324,7 +352,7 @@ def bench(
     screen = Screen()
     with screen.waiting("Starting PyTorch"):
         from simplellm.api.llm import LLM
-        from simplellm.apps import report, traffic
+        from simplellm.apps import report
         from simplellm.apps.bench import measure, plan_steps
     draw: Any = None
     drafts = speculative, num_speculative_tokens
@@ -335,13 +363,12 @@ def bench(
     command: dict[str, Any] = {"command": shlex.join(["simplellm", *ctx.obj])}
     start: dict[str, Any] = {"random_weights": random_weights, "device": device}
     if load or url or results or (rate, clients) != (None, None):
-        seed = time.time_ns() % 10**6 if seed is None else seed
-        arrivals = plan_load(load or "chat", requests, rate, clients, seed)
+        how: Any = {"requests": requests, "rate": rate, "clients": clients}
         llm = partial(LLM, model, **start)
-        outcomes = traffic.measure_traffic(llm, url, arrivals, clients, results)
-        record = command | traffic.summarize_traffic(outcomes) | {"seed": seed}
+        record, draw = send_load(
+            screen, llm, url, load, seed, results, **how, **command
+        )
         report.show_traffic(record, screen.out)
-        draw = partial(report.plot_traffic, traffic.latencies(outcomes))
     elif formats or drafts != (None, None):
         record, shown = compare(LLM, model, formats, drafts, **start, **command)
         screen.out.print(*shown)
@@ -354,6 +381,7 @@ def bench(
         report.write_json(record, json_file)
     if plot is not None:
         draw(plot)
+    return int(bool(record.get("errors")))
 
 
 @app.command("quantize", cls=PlainUsage)

@@ -159,7 +159,7 @@ LoadName = Annotated[
     typer.Option(
         metavar="NAME|FILE",
         help=f"Instead, send a workload: {', '.join(WORKLOADS)}, or a file in the "
-        "form of OpenAI's batches.",
+        "form of OpenAI's batches.  [chat, if another of these options is given]",
     ),
 ]
 URL = Annotated[

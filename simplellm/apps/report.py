@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill, shorten
 from typing import Any
 
 import torch
@@ -151,9 +152,11 @@ def show_traffic(report: Mapping[str, Any], console: Console) -> None:
         f"{report['answered']:,} of {report['requests']:,} requests answered in "
         f"{report['seconds']:,.1f} s, {report['requests_per_second']:,.2f} a second",
         *(f"{count:,} errors: {kind}" for kind, count in report["errors"].items()),
+        *(f"{n:,} x {shorten(why, 300)}" for why, n in report["reasons"].items()),
         f"{report['prompt_tokens']:,} tokens of prompts, {cached:.1%} of them cached",
         f"{report['output_tokens']:,} new ones, {report['tokens_per_second']:,.1f} a "
         f"second, seed {report['seed']}",
+        f"workload {report['load']}",
     ]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("milliseconds")
@@ -163,7 +166,7 @@ def show_traffic(report: Mapping[str, Any], console: Console) -> None:
         cells = ("" if ms is None else f"{ms:,.1f}" for ms in times.values())
         table.add_row(name, *cells)
     for line in lines:
-        console.out(line, highlight=False)
+        console.out(fill(line, 80, subsequent_indent="    "), highlight=False)
     console.print()
     console.print(table)
 

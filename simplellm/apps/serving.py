@@ -1,5 +1,6 @@
 """The command `simplellm serve`: its options, before anything heavy is imported."""
 
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ import typer
 from simplellm.apps import options
 from simplellm.apps.install import ensure_installed
 from simplellm.apps.screen import Screen
-from simplellm.base.config import MAX_SIZE, check_number
+from simplellm.base.config import MAX_SIZE, check_number, expect
 from simplellm.server.start import WATCHDOG_TIMEOUT, Options, bind, spawn, spawn_each
 
 if TYPE_CHECKING:
@@ -95,6 +96,21 @@ Origins = Annotated[
 ]
 
 
+def as_origin(text: str) -> str:
+    """An origin as browsers write it: "https://example.org", or "*" for all.
+
+    Raises ValueError for what none would write, since no page would ever match.
+    """
+    origin = text.rstrip("/").lower()
+    ok = origin in ("*", "null") or re.fullmatch(
+        r"[a-z][a-z0-9+.-]*://[^/?#@]+", origin
+    )
+    expected = "a scheme and a host, such as https://example.org, or '*' for all"
+    expect(ok, "--allowed-origins", text, expected)
+    port = {"http": ":80", "https": ":443"}.get(origin.partition(":")[0], "")
+    return origin.removesuffix(port)
+
+
 def served_name(model: str | None) -> str:
     """The default name of a checkpoint for clients."""
     if model is None:
@@ -150,7 +166,7 @@ def serve_model(
         log_level=log_level,
         access_log=access_log,
         strict=strict,
-        allowed_origins=allowed_origins or (),
+        allowed_origins=[*map(as_origin, allowed_origins or ())],
     )
     ensure_installed(model, yes, screen := Screen())
     where: Any = {"device": device, "dtype": dtype, "log_level": log_level}

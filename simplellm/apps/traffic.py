@@ -33,6 +33,7 @@ UNCOUNTED = -1  # for a part's tokens, where a server doesn't count them
 # What of a choice, or of its delta, says that there is a token.
 SPOKEN = ("text", "content", "reasoning", "reasoning_content", "tool_calls")
 FAILED = "not sent: the request before it failed"
+MOST_REASONS = 5  # that a summary tells
 
 
 @dataclass
@@ -264,6 +265,7 @@ def summarize_traffic(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What all outcomes come to. Tokens are those of answers without an error."""
     good = [one for one in outcomes if one.error is None]
     errors = Counter(one.error.partition(":")[0] for one in outcomes if one.error)
+    reasons = Counter(one.error for one in outcomes if one.error)
     seconds = max(one.ended for one in outcomes) - min(one.due for one in outcomes)
     tokens = sum(one.output_tokens for one in good)
     return {
@@ -271,6 +273,7 @@ def summarize_traffic(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "requests": len(outcomes),
         "answered": len(good),
         "errors": dict(errors.most_common()),  # requests by kind
+        "reasons": dict(reasons.most_common(MOST_REASONS)),  # requests by whole error
         "seconds": seconds,  # until the last one ended
         "requests_per_second": len(good) / seconds,
         "tokens_per_second": tokens / seconds,

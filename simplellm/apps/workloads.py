@@ -166,6 +166,8 @@ def read_workload(path: Path) -> list[Arrival]:
     """The requests of a file. Raises ValueError that names the line that is not one."""
     arrivals = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
             arrivals.append(Arrival(**json.loads(line)))
         except (ValueError, TypeError) as error:

@@ -112,7 +112,8 @@ def expect_type(
 ) -> None:
     """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
     if not isinstance(value, kinds):
-        wrong = f"{name} is {type(value).__name__}; expected {expected}"
+        kind = None if value is None else type(value).__name__
+        wrong = f"{name} is {kind}; expected {expected}"
         raise ParameterTypeError(wrong, param or name)
 
 

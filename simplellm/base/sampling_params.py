@@ -1,5 +1,6 @@
 """What a request may ask for: how its tokens are chosen and when they stop."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -25,6 +26,7 @@ MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 2**16
+MAX_BIAS = 1e30  # far from where penalties would make it infinite
 TEXTS = (
     ("stop", MAX_STOPS, MAX_STOP_CHARACTERS),
     ("bad_words", MAX_BAD_WORDS, MAX_BAD_CHARACTERS),
@@ -70,10 +72,10 @@ class SamplingParams:
     """How one request's tokens are chosen and when they stop. Names as in vLLM.
 
     Penalties and biases change the logits first; then tokens are ruled out that
-    min_tokens, bad_words or allowed_token_ids forbid, which holds at temperature 0 too;
-    then temperature divides the logits; then min_p, top_k and top_p, in this order,
-    drop tokens; then one token is drawn. Raises TypeError or ValueError for a parameter
-    of the wrong type, out of range, or at odds with another one.
+    min_tokens, bad_words, allowed_token_ids or a bias of minus infinity forbid, which
+    holds at temperature 0 too; then temperature divides the logits; then min_p, top_k
+    and top_p, in this order, drop tokens; then one token is drawn. Raises TypeError or
+    ValueError for a parameter of the wrong type, out of range, or at odds with another.
 
     HTTP bodies, keywords of `LLM` and other processes take a new field by its name. Not
     so: what draws (model/ops.py, model/parallel.py, kernels, DRAWS of engine/warmup.py)
@@ -112,8 +114,11 @@ class SamplingParams:
     logprobs: int | None = declared(None, low=-1, high=MAX_LOGPROBS)
     # The same for the tokens of the prompt, which is then computed anew, not looked up.
     prompt_logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
-    logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
+    # Added to the logits of these ids; minus infinity rules one out.
+    logit_bias: Mapping[int, float] | None = None
     # What the text must be, or a chat's final answer; a dict of its fields is as good.
+    # Where bad_words or allowed_token_ids leave none of the tokens that fit, a request
+    # ends with an error; only the end of a complete text needs no permission.
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -141,13 +146,20 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             where, param = f"logit_bias of token {token}", "logit_bias"
             check_number("a logit_bias token id", token, int, 0, MAX_SIZE, param=param)
-            check_number(where, bias, float, -100, 100, param=param)
+            if bias != -math.inf:
+                check_number(where, bias, float, -MAX_BIAS, MAX_BIAS, param=param)
+
+    @property
+    def banned(self) -> list[int]:
+        """The tokens that have a bias of minus infinity."""
+        biases = (self.logit_bias or {}).items()
+        return [token for token, bias in biases if bias == -math.inf]
 
     @property
     def restricts(self) -> bool:
         """Whether some tokens are ruled out, be it for a while."""
-        some = self.allowed_token_ids is not None
-        return some or self.min_tokens > 0 or bool(self.bad_words)
+        ids = self.allowed_token_ids is not None or self.banned
+        return bool(ids or self.min_tokens > 0 or self.bad_words)
 
     @property
     def penalizes(self) -> bool:

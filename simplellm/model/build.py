@@ -1,6 +1,7 @@
 """From weights by their names to a model: which of them its layers are made of."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from simplellm.base.config import LAYER_TYPES, ModelConfig
 from simplellm.checkpoint.mxfp4 import Weight
-from simplellm.checkpoint.names import tensor_names
+from simplellm.checkpoint.names import is_expert_weight, tensor_names
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.model.layers import (
     Attention,
@@ -27,6 +28,37 @@ from simplellm.model.rope_cache import rotations, score_scale
 # Gives a weight by its name, on the right device: a Tensor, or what is packed. Below
 # `build` it gives None for one that the model does not have.
 Take = Callable[[str], Any]
+
+LOGGER = logging.getLogger("simplellm")
+
+
+def noting_sums(take: Take, sums: dict[str, Tensor]) -> Take:
+    """``take``, which notes the sum of each weight's numbers, or of its scales.
+
+    Experts on a CPU are left out: they may be on a file that nobody has read yet.
+    """
+
+    def take_noted(name: str) -> Any:
+        weight = take(name)
+        numbers = getattr(weight, "scales", weight)
+        if isinstance(numbers, Tensor) and numbers.is_floating_point():
+            # In float16 a sum may overflow. Elsewhere the own dtype is the fastest.
+            dtype = torch.float32 if numbers.dtype == torch.float16 else None
+            if numbers.is_cuda or not is_expert_weight(name):
+                sums[name] = numbers.sum(dtype=dtype).float()
+        return weight
+
+    return take_noted
+
+
+def warn_of_nan(sums: Mapping[str, Tensor]) -> None:
+    """Log which weights have NaN or infinity in them, by their ``sums``, if any."""
+    finite = torch.stack([*sums.values()]).isfinite().tolist()
+    broken = [name for name, ok in zip(sums, finite, strict=True) if not ok]
+    if broken:
+        text = "NaN or infinity in %d of the weights, first in %s: the checkpoint may "
+        text += "be damaged, and what the model writes mean nothing"
+        LOGGER.warning(text, len(broken), broken[0])
 
 
 def take_norm(take: Take, name: str, post: Any = None) -> Norm:
@@ -130,7 +162,8 @@ def build(
 
     ``scales`` of keys and of values, of each layer, are for a cache of FP8 numbers.
     """
-    names = tensor_names(config)
+    names, sums = tensor_names(config), dict[str, Tensor]()
+    take = noting_sums(take, sums)
 
     def optional(name: str) -> Any:
         return take(name) if name in names else None
@@ -168,7 +201,7 @@ def build(
         layers.append(ops.prepare(layer))
         post = part("mlp_post_norm.weight")
     tied = config.tie_word_embeddings and "lm_head.weight" not in config.formats
-    return Model(
+    model = Model(
         config,
         ops,
         embed_tokens=embed_tokens,
@@ -177,3 +210,5 @@ def build(
         lm_head=embed_tokens if tied else take("lm_head.weight"),
         embed_transform=embed_transform(config, embed_tokens.dtype, positions),
     )
+    warn_of_nan(sums)
+    return model

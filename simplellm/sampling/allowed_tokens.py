@@ -1,4 +1,4 @@
-"""Which tokens a request may get: allowed_token_ids, bad words, min_tokens, grammar.
+"""Which tokens a request may get, by allowed_token_ids, bad words and the like.
 
 Bit v % 32 of word v // 32 allows token v. V vocabulary, W = ceil(V / 32) words. All
 that they depend on is known without the device.
@@ -54,6 +54,7 @@ class AllowedTokens:
         ids = request.params.allowed_token_ids
         allowed = np.full(vocab_size, ids is None)
         allowed[[*(ids or ())]] = True
+        allowed[request.params.banned] = False
         # Bad words of several tokens, by the last token but one: all tokens before the
         # last one, and the last one.
         self.bad_words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
@@ -73,8 +74,9 @@ class AllowedTokens:
             None if grammar is None else grammar.start(request.request_id)
         )
         params = request.params
+        self.restricts = params.restricts
         # A forced token is not sampled: it has no logprob, and no penalty counts it.
-        sampled = params.logprobs is not None or params.penalizes or params.restricts
+        sampled = params.logprobs is not None or params.penalizes or self.restricts
         self.forces = not sampled
         # Tokens that the grammar forces next, and the request has not been given yet.
         self.pending_forced: list[int] = []
@@ -168,12 +170,19 @@ class AllowedTokens:
         before_min = request.num_output < request.params.min_tokens
         return before_min, self.completed(request)
 
-    def restrict(self, bits: Bits, request: SamplePosition) -> None:
+    def restrict(self, bits: Bits, request: SamplePosition) -> bool:
         """Clear in ``bits``, the grammar's, what else the request may not get.
 
-        Unless that would leave no token.
+        Where only the end of a complete text is left it may come, be it ruled out or
+        not. False if nothing is left: ``bits`` are then as they were.
         """
         before_min, completed = self.mask_state(request)
         if before_min or completed or self.restricts_statically:
-            left = bits & self.bits(before_min, completed)
-            bits[:] = left if left.any() else bits
+            ruled = self.before_min if before_min else self.always
+            left = bits & without(ruled, completed)
+            if not left.any():
+                left = bits & ~without(bits, request.stop_ids)
+            if not left.any():
+                return False
+            bits[:] = left
+        return True

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.base.grammar import BitmaskFiller, GrammarState
+from simplellm.base.grammar import BitmaskFiller, GrammarError, GrammarState
 from simplellm.base.host_memory import pinned, upload
 from simplellm.base.request import Request
 from simplellm.base.sample_position import DraftPosition, SamplePosition
@@ -53,6 +53,23 @@ def apply_mask(scores: Tensor, mask: Mask) -> Tensor:
     masked = scores[mask.rows]
     masked.masked_fill_(ruled_out.flatten(1)[:, : scores.shape[1]], -torch.inf)
     return scores.index_copy(0, mask.rows, masked)
+
+
+def nothing_left(request: Request) -> GrammarError:
+    """The error of a request whose grammar allows only what it rules out itself."""
+    params = request.params
+    given = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": params.bad_words,
+        "logit_bias": params.banned,
+    }
+    names = " and ".join(name for name, rules_out in given.items() if rules_out)
+    error = GrammarError(
+        f"{names} leave no token with which the structured output could go on, "
+        f"after {request.num_output} of its tokens"
+    )
+    error.request_id = request.request_id
+    return error
 
 
 class Masks:
@@ -130,6 +147,8 @@ class Masks:
             if allowed.closing:
                 row[:] = 0
                 row[allowed.closing[0] // 32] = np.uint32(1) << allowed.closing[0] % 32
-            if request.params.restricts:
-                allowed.restrict(row, request)
+            if allowed.restricts and not allowed.restrict(row, request):
+                if isinstance(request, Request):
+                    raise nothing_left(request)
+                request.valid = False
         return staging.to(self.device, non_blocking=True, copy=True)

@@ -191,6 +191,12 @@ def keys_equal(given: str, key: str) -> bool:
     return hmac.compare_digest(*digests)
 
 
+def no_compaction(_: Call) -> None:
+    """OpenAI's way to shorten a conversation. Agents have others where it's missing."""
+    message = "no conversation is compacted here; expected a request for a summary"
+    raise APIError(404, f"{message}, at /v1/responses", code="not_found")
+
+
 class Methods(dict[str, Endpoint]):
     """The endpoints of a path, by method, as an ASGI application.
 
@@ -211,6 +217,7 @@ def make_app(service: Service) -> ASGIApp:
         *ENDPOINTS,  # and those that aren't documented
         Endpoint("GET", "/openapi.json", lambda _: document, open=True),
         Endpoint("GET", "/live", live),
+        Endpoint("POST", "/v1/responses/compact", no_compaction),
         *page.FILES,
     ]
     paths: dict[str, Methods] = defaultdict(Methods)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ LIMITS = {
 MOST_LEXERS, QUICK = min(8, os.cpu_count() or 1), 0.005
 # Signs that end a value of JSON, and then what a missing one may be made of.
 CLOSERS = b'"}],:0123456789-tfn[{ '
+LISTING = re.compile(r" *(\d+ \||\^*$)")  # in an error: a line of the grammar, a mark
 SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refused
 
 
@@ -81,7 +83,8 @@ class Grammars:
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
-            reason = reason_of(first).splitlines()
+            lines = reason_of(first).splitlines()
+            reason = [line for line in lines if not LISTING.match(line)] or lines
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
         more = MOST_LEXERS - 1 if time.thread_time() - begin < QUICK else 0
         others = [make() for _ in range(more)]

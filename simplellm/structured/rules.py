@@ -39,6 +39,10 @@ LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*')
 # too), an intersection (of eight short words it takes a GB), or a directive: a schema
 # would go unchecked, an option would loosen the rules. Guidance begins with no options.
 LARK_REFUSED = re.compile(r"<\S*|[@~&]|%(?!ignore\b|import\b|llguidance\s*\{\s*\})\w*")
+# What a regular expression has otherwise than Lark's, where a slash would end it. As in
+# ECMA-262 and XGrammar: llguidance's digits and letters are those of all scripts.
+IN_LARK = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]"}
+IN_LARK |= {r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
 # How a grammar begins in GBNF, which is llama.cpp's notation, XGrammar's and vLLM's.
 GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+\s*::=")
 
@@ -59,6 +63,18 @@ def rules_text(*rules: Mapping[str, Any]) -> str:
     return json.dumps({"grammars": rules})
 
 
+def any_spelling(text: str) -> str:
+    """A text for llguidance that any tokens may spell.
+
+    Where only one text can follow, llguidance otherwise allows a single token: the one
+    with which the tokenizer would begin it.
+    """
+    first, *rest = json.loads(text)["grammars"]
+    option = '%llguidance {"no_forcing": true}'
+    whole = {"lark_grammar": f"{option}\nstart: @whole\n"}
+    return rules_text(whole, {"name": "whole", **first}, *rest)
+
+
 def checked_text(text: str, where: str) -> str:
     """``text`` if it is neither empty nor too long. Raises ValueError."""
     expect(text, where, text, "a text that is not empty")
@@ -71,16 +87,14 @@ def regex_rules(regex: str) -> dict[str, Any]:
     """The rules of a text that ``regex`` matches as a whole.
 
     So a "^" in front and a "$" at the end are dropped; elsewhere llguidance has none.
+    Digits and word characters are those of ASCII, as in a schema's pattern.
     """
     where = f"{WHERE}.regex"
     bare = checked_text(regex, where).removeprefix("^")
     if re.search(r"(?<!\\)(?:\\\\)*\$$", bare):
         bare = bare[:-1]
-    # A slash would end the expression in Lark.
-    escaped = re.sub(
-        r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], bare, flags=re.S
-    )
-    return {"lark_grammar": f"start: /{escaped or '(?:)'}/\n{LEFT_OPEN}"}
+    written = re.sub(r"\\.|/", lambda m: IN_LARK.get(m[0], m[0]), bare, flags=re.S)
+    return {"lark_grammar": f"start: /{written or '(?:)'}/\n{LEFT_OPEN}"}
 
 
 def choice_rules(choice: Any) -> dict[str, Any]:

@@ -26,13 +26,14 @@ class StreamDecoder:
 
     def push(self, id: int) -> str:
         """The characters that token ``id`` completes."""
-        return self._decode(self._bytes(id))
+        return self.push_bytes(self._bytes(id))
 
     def push_all(self, ids: Iterable[int]) -> str:
         """What `push` returns for one after the other of ``ids``, joined."""
-        return self._decode(b"".join(map(self._bytes, ids)))
+        return self.push_bytes(b"".join(map(self._bytes, ids)))
 
-    def _decode(self, data: bytes) -> str:
+    def push_bytes(self, data: bytes) -> str:
+        """The characters that ``data`` completes."""
         data = self._pending + data
         text, used = codecs.utf_8_decode(data, "replace")
         self._pending = data[used:]

@@ -27,12 +27,16 @@ DOCUMENTS = ("document", "search_result", "compaction")
 
 
 class TextBlock(Part):
+    labels = frozenset({"cache_control", "citations"})
+
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(Part):
     """A thought, whatever its signature."""
+
+    labels = frozenset({"signature"})
 
     type: Literal["thinking"]
     thinking: str
@@ -41,11 +45,15 @@ class ThinkingBlock(Part):
 class RedactedThinking(Part):
     """A thought that none but its writer can read."""
 
+    labels = frozenset({"data"})
+
     type: Literal["redacted_thinking"]
 
 
 class ToolUse(Part):
     """A call of a tool."""
+
+    labels = frozenset({"cache_control", "caller"})
 
     type: Literal["tool_use"]
     id: str
@@ -77,6 +85,8 @@ Texts = str | Several[Annotated[Part, tagged_union("type", TextBlock)]]
 
 class ToolResult(Part):
     """The result of a tool call."""
+
+    labels = frozenset({"cache_control"})
 
     type: Literal["tool_result"]
     tool_use_id: str

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from simplellm.api.chat_options import Format, as_format
 from simplellm.base.config import MAX_SIZE, as_texts, expect, expect_type
@@ -23,6 +23,7 @@ from simplellm.server.http.bodies import (
     NOT_HERE,
     SHARED_UNSUPPORTED,
     Body,
+    Described,
     Effort,
     SampledBody,
     Several,
@@ -48,9 +49,13 @@ OUTPUT_FORMAT = an_object(
 )
 CUSTOM_TOOL = an_object(
     "name",
+    type={},  # of a tool of Anthropic's; else custom
     name=TEXT,
+    description={"type": ["string", "null"]},
     input_schema={"type": "object"},
     strict={"type": ["boolean", "null"]},
+    max_characters={},
+    cache_control={},
 )
 # Tools of Anthropic's that a client runs, by how their types begin.
 FILE_CHANGES = {"file_text": TEXT, "old_str": TEXT, "new_str": TEXT}
@@ -115,7 +120,7 @@ class OutputConfig(Body):
     prefix = "output_config."
 
     effort: Effort | None = None
-    format: Annotated[dict[str, Any], WithJsonSchema(OUTPUT_FORMAT)] | None = None
+    format: Annotated[dict[str, Any], Described(OUTPUT_FORMAT)] | None = None
 
 
 class ToolChoice(Body):
@@ -173,7 +178,7 @@ class CountBody(Body):
     """One that is served."""
     messages: Several[SomeTurn]
     system: Texts | None = None
-    tools: Annotated[list[Any], WithJsonSchema(list_of(CUSTOM_TOOL))] | None = None
+    tools: Annotated[list[Any], Described(list_of(CUSTOM_TOOL))] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     thread: Thread | None = None
@@ -296,7 +301,7 @@ class MessageBody(CountBody, SampledBody):
         "return_token_ids": Unsupported(NOT_HERE, (False,)),
         "response_format": Unsupported("use format of output_config"),
         "service_tier": Unsupported(NOT_HERE, ("auto", "standard_only"), hint=True),
-        "stop": Unsupported("use stop_sequences"),
+        "stop": Unsupported("use stop_sequences", mapped=True),
         "stream_options": Unsupported("a stream always has the usage", hint=True),
         "user": Unsupported("use metadata", hint=True),
     }

@@ -5,8 +5,8 @@ field, with its type and its bounds. What is *mapped* becomes such a field: anot
 of it, or a value that means nearly the same; null is absent. What is *refused* stands
 in ``unsupported`` with a sentence that says what to do, since without it the answer
 would be another one. Any other name is ignored, and a header of the answer names it. A
-strict server maps nothing and refuses what it doesn't know. The OpenAPI document is
-made from the same models.
+strict server maps nothing and refuses what it doesn't know, within messages and tools
+too. The OpenAPI document is made from the same models.
 """
 
 import re
@@ -32,11 +32,11 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import core_schema
+from pydantic_core import PydanticCustomError, core_schema
 
 from simplellm.api.checks import with_integer_keys
 from simplellm.api.input_processor import MAX_PRIORITY, MAX_SAMPLES
-from simplellm.base.config import ParameterError, expect
+from simplellm.base.config import ParameterError, check_number, expect
 from simplellm.base.sampling_params import MAX_LOGPROBS, SamplingParams
 from simplellm.server.http.errors import APIError
 
@@ -71,12 +71,14 @@ class Unsupported:
 
     ``ignored_values`` ask for nothing. Any other value is refused, unless the parameter
     is a ``hint``: without it the answer may come later or cost more, but is the same.
-    Only a strict server refuses hints, the others ignore them.
+    Only a strict server refuses hints, the others ignore them. One that is ``mapped``
+    is refused by a strict server alone, too: the others take it as what ``why`` names.
     """
 
     why: str  # that it isn't supported, in words for whoever asks for it
     ignored_values: tuple[Any, ...] = ()
     hint: bool = False
+    mapped: bool = False
 
 
 NOT_HERE = "this server does not support it"
@@ -86,10 +88,10 @@ SHARED_UNSUPPORTED = {
     "length_penalty": Unsupported("it belongs to beam search", (1, 1.0), hint=True),
     "truncate_prompt_tokens": Unsupported(NOT_HERE),
     "spaces_between_special_tokens": Unsupported(NOT_HERE, (True,), hint=True),
-    "guided_json": Unsupported("use json of structured_outputs"),
-    "guided_regex": Unsupported("use regex of structured_outputs"),
-    "guided_choice": Unsupported("use choice of structured_outputs"),
-    "guided_grammar": Unsupported("use grammar of structured_outputs"),
+    **{
+        f"guided_{name}": Unsupported(f"use {name} of structured_outputs", mapped=True)
+        for name in ("json", "regex", "choice", "grammar")
+    },
     "logits_processors": Unsupported(NOT_HERE, ([],)),
     "kv_transfer_params": Unsupported(NOT_HERE, hint=True),
     "cache_salt": Unsupported(NOT_HERE, hint=True),
@@ -130,7 +132,6 @@ FORMATS = {"enum": ["text", "json_object", "json_schema"]}
 RESPONSE_FORMAT = an_object(
     "type", type=FORMATS, json_schema=an_object("name", "schema", **SCHEMA_FIELDS)
 )
-ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
 Effort = Annotated[Literal["low", "medium", "high"], BeforeValidator(nearest_effort)]
 
 Some = TypeVar("Some")
@@ -139,15 +140,65 @@ Several = Annotated[  # whose first error is enough: there may be a million
     GetPydanticSchema(lambda kind, handler: {**handler(kind), "fail_fast": True}),
 ]
 STRICT = ValidationContext(strict=True)  # of what no client has sent
+UNNAMED = "unnamed"  # an error: a name that is not in a JSON schema
+
+
+def unnamed(value: Any, schema: Mapping[str, Any]) -> str:
+    """The path of the first name in ``value`` that ``schema`` does not have, or "".
+
+    An object of another type than those in it is for others to judge.
+    """
+    inside: Iterable[tuple[str, Any, Any]] = ()
+    if isinstance(value, list) and "items" in schema:
+        inside = ((f"[{n}]", one, schema["items"]) for n, one in enumerate(value))
+    elif isinstance(value, Mapping) and (known := schema.get("properties")):
+        kinds = known.get("type", {}).get("enum")
+        if kinds and value.get("type") not in kinds:
+            return ""
+        given = {name: one for name, one in value.items() if one is not None}
+        if odd := next((name for name in given if name not in known), ""):
+            return f".{odd[:MAX_NAME]}"
+        inside = ((f".{name}", one, known[name]) for name, one in given.items())
+    paths = ((step, unnamed(one, inner)) for step, one, inner in inside)
+    return next((f"{step}{path}" for step, path in paths if path), "")
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """For the annotation of data that a JSON ``schema`` describes in the document.
+
+    Of the schema a strict server checks here that there are no other names.
+    """
+
+    schema: Mapping[str, Any]
+
+    def check(self, value: Any, info: "ValidationInfo[ValidationContext]") -> Any:
+        strict = (info.context or STRICT).strict
+        if strict and (path := unnamed(value, self.schema)):
+            raise PydanticCustomError(UNNAMED, "no such name", {"path": path})
+        return value
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        inner = handler(kind)
+        return core_schema.with_info_after_validator_function(self.check, inner)
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: Any) -> Any:
+        return {**self.schema}
+
+
+ResponseFormat = Annotated[dict[str, Any], Described(RESPONSE_FORMAT)]
 
 
 class Part(BaseModel):
     """A part of a conversation. Its fields are *taken*; null is absent.
 
-    Other names in it are ignored without a note: they are labels of the client's.
+    Other names in it are ignored without a note: they are labels of the client's. A
+    strict server takes those ``labels`` only that come with answers or mean nothing.
     """
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    labels: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def apply_aliases(
@@ -169,9 +220,25 @@ class Part(BaseModel):
         context = info.context or STRICT
         if context.strict:
             cls.check_labels(data)
+            data = cls.without_labels(data)
         else:
             data = cls.apply_aliases(data, context)
         return cls.collect_fields(data)
+
+    @classmethod
+    def without_labels(cls, data: Any) -> Any:
+        """``data`` as a strict server reads it, which refuses unknown names."""
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if key not in cls.labels}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> Any:
+        schema = handler(core)
+        about = {"description": "Nothing is done with it."}
+        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        properties |= {name: about for name in sorted(cls.labels)}
+        return schema
 
     @classmethod
     def check_labels(cls, data: Mapping[str, Any]) -> None:
@@ -268,10 +335,11 @@ def json_field(spec: Any) -> tuple[Any, Any]:
 
 
 ONE_OR_MORE = str | Several[str]
+BIAS = 100  # the most either way, as with OpenAI
 LOGIT_BIAS: dict[str, Any] = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]+$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "additionalProperties": {"type": "number", "minimum": -BIAS, "maximum": BIAS},
 }
 STRUCTURED_OUTPUTS: dict[str, Any] = {
     "type": "object",
@@ -283,6 +351,16 @@ STRUCTURED_OUTPUTS: dict[str, Any] = {
     },
     "additionalProperties": False,
 }
+
+
+def checked_biases(given: Mapping[str, Any]) -> dict[Any, Any]:
+    """A logit_bias of JSON as Python has it. Raises TypeError or ValueError."""
+    for token, bias in given.items():
+        name = f"logit_bias of token {token[:MAX_NAME]}"
+        check_number(name, bias, float, -BIAS, BIAS, param="logit_bias")
+    return with_integer_keys(given)
+
+
 # Of the parameters that have other types in JSON than in Python. What is in them is
 # checked by `SamplingParams`, as the relations between parameters are.
 JSON_TYPES: dict[str, Any] = {
@@ -291,7 +369,7 @@ JSON_TYPES: dict[str, Any] = {
     "stop_token_ids": Several[int] | None,
     "allowed_token_ids": Several[int] | None,
     "logit_bias": Annotated[
-        dict[str, Any], WithJsonSchema(LOGIT_BIAS), AfterValidator(with_integer_keys)
+        dict[str, Any], WithJsonSchema(LOGIT_BIAS), AfterValidator(checked_biases)
     ]
     | None,
     "structured_outputs": Annotated[dict[str, Any], WithJsonSchema(STRUCTURED_OUTPUTS)]
@@ -363,14 +441,19 @@ def outputs_asked(given: Mapping[str, Any]) -> dict[str, Any]:
 def as_biases(given: list[Any] | dict[str, Any]) -> Any:
     """OpenAI's logit_bias, made of llama.cpp's: pairs of a token and a number or false.
 
-    A list of anything else stays as it is, and is refused.
+    What is beyond its bounds is brought there, as in vLLM. A list of anything else
+    stays as it is, and is refused.
     """
-    if isinstance(given, dict):
-        return {token: number_in(bias) for token, bias in given.items()}
-    pairs = [pair for pair in given if isinstance(pair, list) and len(pair) == 2]
-    if len(pairs) < len(given) or any(type(token) is not int for token, _ in pairs):
-        return given
-    return {str(t): -100 if bias is False else bias for t, bias in pairs}
+    if isinstance(given, list):
+        pairs = [pair for pair in given if isinstance(pair, list) and len(pair) == 2]
+        if len(pairs) < len(given) or any(type(token) is not int for token, _ in pairs):
+            return given
+        given = {str(t): -BIAS if bias is False else bias for t, bias in pairs}
+    biases = {token: number_in(bias) for token, bias in given.items()}
+    return {
+        token: max(-BIAS, min(bias, BIAS)) if type(bias) in (int, float) else bias
+        for token, bias in biases.items()
+    }
 
 
 class SampledBody(Body):
@@ -546,7 +629,9 @@ def read_body(
     Raises ParameterError, or APIError for a parameter that is not supported.
     """
     try:
-        return kind.model_validate(data, strict=strict, context=context)
+        # Of parts too, which otherwise ignore what they don't know.
+        extra: Any = "forbid" if context.strict else None
+        return kind.model_validate(data, strict=strict, extra=extra, context=context)
     except ValidationError as error:
         raise as_parameter_error(error) from None
 
@@ -596,7 +681,10 @@ def path_of(location: Sequence[int | str]) -> str:
 
 
 def as_parameter_error(error: ValidationError) -> ParameterError:
-    """The error for a client: it names the deepest of the errors and its path."""
+    """The error for a client: it names the deepest of the errors and its path.
+
+    Raises APIError for a name that is unknown.
+    """
     errors = error.errors(include_url=False)
     paths = [path_of(entry["loc"]) for entry in errors]
     depths = [len(re.findall(r"[.\[]", path)) for path in paths]
@@ -605,6 +693,10 @@ def as_parameter_error(error: ValidationError) -> ParameterError:
     if isinstance(inner := entry.get("ctx", {}).get("error"), ParameterError):
         return inner
     given = entry["input"]
+    if entry["type"] == UNNAMED:
+        refuse(path + entry["ctx"]["path"], None)
+    if entry["type"] == "extra_forbidden":
+        refuse(f"{path_of(entry['loc'][:-1])}.{entry['loc'][-1]}", None)
     if entry["type"] == OTHER_KIND:
         key = entry["ctx"]["key"]
         path, given = f"{path}.{key}", given.get(key)

@@ -111,7 +111,7 @@ def as_api_error(error: Exception, params: Container[str] = ()) -> APIError | No
         case QueueFullError():
             return APIError(429, str(error), code="queue_full", headers=RETRY)
         case RequestGrammarError():
-            expected = "simpler structured_outputs, response format or tools"
+            expected = "simpler or looser structured_outputs, response format or tools"
             return APIError(400, f"{error}; expected {expected}", code="grammar_error")
         case EngineError():
             return unavailable(str(error), "engine_error")

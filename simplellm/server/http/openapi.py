@@ -61,10 +61,22 @@ def schemas_of_body(kind: type[Body], strict: bool) -> dict[str, Any]:
     schemas = {**schema.pop("$defs", {}), kind.__name__: schema}
     schemas.pop("Sampling", None)
     known = {one.__name__: one for one in (kind, *parts_of(kind))}
-    return {
+    complete = {
         name: complete_schema(known[name], one, strict) if name in known else one
         for name, one in schemas.items()
     }
+    return closed(complete) if strict else complete
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no other names than those of their properties."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {name: closed(one) for name, one in schema.items()}
+    named = schema.get("type") == "object" and "properties" in schema
+    return {"additionalProperties": False, **inner} if named else inner
 
 
 def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
@@ -96,6 +108,11 @@ def complete_schema(kind: type[Body], schema: Any, strict: bool) -> dict[str, An
     for name, entry in kind.unsupported.items():
         if entry.hint and not strict:
             properties[name] = {"description": f"Ignored: {entry.why}."}
+        elif entry.mapped and not strict:
+            properties[name] = {
+                "deprecated": True,
+                "description": f"Taken, but better {entry.why}.",
+            }
         else:
             properties[name] = {
                 "enum": [*entry.ignored_values, None],

@@ -14,12 +14,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     ValidationInfo,
-    WithJsonSchema,
     model_validator,
 )
 
 from simplellm.server.http.bodies import (
     TEXT_ONLY,
+    Described,
     Part,
     Several,
     ValidationContext,
@@ -48,12 +48,13 @@ CHAT_TOOL = an_object(
     ),
 )
 BEGUN = "prefix", "partial"  # labels of an answer's beginning: DeepSeek's, Kimi's
-Tools = Annotated[list[Any], WithJsonSchema({"type": "array", "items": CHAT_TOOL})]
+Tools = Annotated[list[Any], Described({"type": "array", "items": CHAT_TOOL})]
 
 
 class ChatText(Part):
     """Text in a message."""
 
+    type: Literal["text", "input_text", "output_text"] = "text"
     text: str
 
     @model_validator(mode="before")
@@ -73,7 +74,7 @@ class ChatText(Part):
             text = data.get("text")
             if isinstance(text, Mapping):  # as OpenAI's assistants have it
                 text = text.get("value")
-            return {**data, "text": "" if text is None else text}
+            return {"type": kind, "text": "" if text is None else text}
         info.context.ignore(f"messages.content.{kind}")
         return {"text": text_instead(str(kind)[:50])}
 
@@ -89,12 +90,16 @@ class CalledFunction(BaseModel):
 class PastToolCall(Part):
     """A call that the model has made."""
 
+    labels = frozenset({"type", "index"})
+
     id: str | int | None = None
     function: CalledFunction
 
 
 class ChatMessage(Part):
     """A message of any role; each role uses some of these fields."""
+
+    labels = frozenset({"refusal", "annotations", *BEGUN})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Several[ChatText] | None = None
@@ -245,13 +250,17 @@ def in_function(call: Any) -> Any:
     name = inner.get("name")
     if not isinstance(name, str):
         return call
-    arguments = inner.get("arguments")
-    if inner.get("type") == "custom" and isinstance(inner.get("input"), str):
+    kind, arguments = inner.pop("type"), inner.get("arguments")
+    if kind == "custom" and isinstance(inner.get("input"), str):
         arguments = arguments_of_call("custom", inner)
+        del inner["input"]
     elif "arguments" not in inner:
         return call
-    function = {"name": shown_name(name), "arguments": arguments}
-    return {"id": call.get("id"), "function": function}
+    outer = {"id": inner.pop("id", None)}
+    if isinstance(kind, str) and kind in call:
+        outer = {name: one for name, one in call.items() if name != kind}
+    function = {**inner, "name": shown_name(name), "arguments": arguments}
+    return {**outer, "function": function}
 
 
 def as_text(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from simplellm.api.chat_options import Format, as_format
 from simplellm.base.config import MAX_SIZE, expect, expect_type, one_of
@@ -13,6 +13,7 @@ from simplellm.server.http.bodies import (
     SCHEMA_FIELDS,
     SHARED_UNSUPPORTED,
     Body,
+    Described,
     Effort,
     LabeledBody,
     Several,
@@ -42,6 +43,8 @@ TOOL = an_object(
     description={"type": ["string", "null"]},
     parameters={"type": ["object", "null"]},
     strict={"type": ["boolean", "null"]},
+    format={},  # of a custom tool
+    tools={},  # of a namespace
 )
 TEXT_FORMAT = an_object("type", type=FORMATS, **SCHEMA_FIELDS)
 
@@ -73,7 +76,7 @@ class Text(Body):
 
     prefix = "text."
 
-    format: Annotated[dict[str, Any], WithJsonSchema(TEXT_FORMAT)] | None = None
+    format: Annotated[dict[str, Any], Described(TEXT_FORMAT)] | None = None
 
 
 class ResponsesBody(LabeledBody):
@@ -81,14 +84,14 @@ class ResponsesBody(LabeledBody):
 
     unsupported: ClassVar = SHARED_UNSUPPORTED | {
         "n": Unsupported("a response is one turn", (1,)),
-        "response_format": Unsupported("use format of text"),
+        "response_format": Unsupported("use format of text", mapped=True),
         "return_token_ids": Unsupported(NOT_HERE, (False,)),
         "stream_options": Unsupported(
             "the last event has the usage",
             ({}, {"include_obfuscation": False}),
             hint=True,
         ),
-        "max_tokens": Unsupported("use max_output_tokens"),
+        "max_tokens": Unsupported("use max_output_tokens", mapped=True),
         "prompt_logprobs": Unsupported(NOT_HERE),
         "logprobs": Unsupported(f"use top_logprobs, and {LOGPROBS!r} in include"),
         "truncation": Unsupported(
@@ -116,7 +119,7 @@ class ResponsesBody(LabeledBody):
     """Keep the response for some time."""
     background: bool = False
     """Write it though nobody waits: it's asked for later."""
-    tools: Annotated[list[Any], WithJsonSchema(list_of(TOOL))] | None = None
+    tools: Annotated[list[Any], Described(list_of(TOOL))] | None = None
     tool_choice: str | dict[str, Any] = "auto"
     max_tool_calls: int | None = Field(None, ge=1, le=MAX_SIZE)
     """Of tools that run in the server, of which there are none."""

@@ -72,6 +72,8 @@ def reasoning_part(text: str) -> dict[str, Any]:
 class TextPart(Part):
     """Text in a message, a reasoning or the output of a tool."""
 
+    labels = frozenset({"annotations", "logprobs"})
+
     type: Literal["input_text", "output_text", "text", "reasoning_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
@@ -80,7 +82,7 @@ class TextPart(Part):
     def normalize(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """Put a few words in the place of an image or a file."""
         if info.context.strict:
-            return data
+            return cls.without_labels(data)
         if isinstance(data, str):
             return {"type": "input_text", "text": data}
         kind = (data.get("type") or "text") if isinstance(data, dict) else None
@@ -99,6 +101,8 @@ def joined_text(content: Content) -> str:
 
 class InputItem(Part):
     """An item as a client sends it."""
+
+    labels = frozenset({"status"})
 
     id: str | None = None
     type: str
@@ -144,6 +148,8 @@ class InputMessage(InputItem):
 class InputReasoning(InputItem):
     """A model's thoughts. The model never sees their summary, which it didn't write."""
 
+    labels = frozenset({"status", "summary", "encrypted_content"})
+
     type: Literal["reasoning"]
     content: Content = ""
 
@@ -186,6 +192,8 @@ class CustomCall(InputCall):
 
 
 class LocalShellAction(Part):
+    labels = frozenset({"timeout_ms", "user", "working_directory"})
+
     type: Literal["exec"] = "exec"
     env: dict[str, Any] = Field(default_factory=dict)
     command: Several[str]
@@ -197,6 +205,8 @@ class LocalShellCall(InputCall):
 
 
 class ShellAction(Part):
+    labels = frozenset({"timeout_ms", "max_output_length"})
+
     commands: Several[str]
 
 
@@ -216,6 +226,8 @@ class ApplyPatchCall(InputCall):
 
 class CallOutput(InputItem):
     """The output of a tool call."""
+
+    labels = frozenset({"status", "max_output_length"})
 
     type: Literal[
         "function_call_output",
@@ -247,7 +259,7 @@ class CallOutput(InputItem):
             parts = isinstance(output, list) and all(map(is_part, output))
             if not (parts or isinstance(output, str)):
                 data["output"] = "" if output is None else as_text(output)
-        return data
+        return cls.without_labels(data)
 
     @property
     def content_kept(self) -> Item:

@@ -94,7 +94,8 @@ def request_of(data: dict[str, Any], compile: Callable[[str], Grammar]) -> Reque
     params, samples = data.pop("params"), data.pop("samples")
     grammar, deadline = data.pop("grammar"), data.pop("deadline")
     if (bias := params["logit_bias"]) is not None:
-        params["logit_bias"] = {int(token): added for token, added in bias.items()}
+        biases = ((int(token), logprob_of(added)) for token, added in bias.items())
+        params["logit_bias"] = dict(biases)
     spec = RequestSpec(
         **data | {"stop_ids": frozenset(data["stop_ids"])},
         params=SamplingParams(**params),
@@ -149,4 +150,5 @@ def entry_of(data: Any) -> Any:
 
 
 def logprob_of(number: float | None) -> float:
+    """A number that may be minus infinity, which JSON has no word for."""
     return -math.inf if number is None else number

@@ -16,6 +16,9 @@ from simplellm.text.harmony.message import (
 )
 from simplellm.text.tokenizer import Tokenizer
 
+# Bytes of text in a header that can still be one: names have 128 characters at most.
+MOST_HEADER = 256
+
 
 def read_word(marker: str, number: int, word: str) -> dict[str, Any]:
     """The fields of Message that a word of a header sets; none if it means nothing.
@@ -81,7 +84,8 @@ class HarmonyParser:
     ``num_calls`` so far. Whatever the ids are, nothing is raised:
 
     - a header is read word by word, and words that mean nothing are passed over;
-    - a header that never reaches `<|message|>` gives its remaining text as content;
+    - a header that never reaches `<|message|>` gives its remaining text as content,
+      once it is too long to be a header, or at its end;
     - `<|start|>` or `<|channel|>` within the content begins the next message;
     - other control tokens out of place, and reserved ids, are passed over.
 
@@ -96,6 +100,7 @@ class HarmonyParser:
         self._decoder = StreamDecoder(tokenizer)
         self.num_calls = 0
         self._text: list[str] = []
+        self._num_bytes = 0  # of text in the header
         # What a header holds: each marker with the bytes that follow it.
         self._header: list[tuple[str, bytearray]] = [("", bytearray())]
 
@@ -111,12 +116,19 @@ class HarmonyParser:
         if self.message is not None:
             self.messages.append(replace(self.message, content="".join(self._text)))
         self.message = None
-        self._text = []
+        self._text, self._num_bytes = [], 0
         self._header = [("", bytearray())]
         return deltas
 
     def _header_text(self) -> list[tuple[str, str]]:
         return [(name, text.decode(errors="replace")) for name, text in self._header]
+
+    def _end_header(self) -> list[Delta]:
+        """Go on to the content though no `<|message|>` has come."""
+        *parts, (marker, _) = self._header_text()
+        text = self._decoder.push_bytes(bytes(self._header[-1][1]))
+        header, content = split_header([*parts, (marker, text)])
+        return self._begin(message_of(header), content)
 
     def _begin(self, message: Message, text: str = "") -> list[Delta]:
         """Go from the header to the content; a call is announced even without text."""
@@ -139,7 +151,8 @@ class HarmonyParser:
             if inside:
                 return self._add(self._decoder.push(token_id))
             self._header[-1][1].extend(self._tokens[token_id])
-            return []
+            self._num_bytes += len(self._tokens[token_id])
+            return self._end_header() if self._num_bytes > MOST_HEADER else []
         marker = self._markers.get(token_id)
         if marker in ENDS:
             return self.finish()
