@@ -93,7 +93,7 @@ def test_small_models_are_unpacked_on_a_cpu(
         with LLM(folder, device="cpu", **options) as llm:
             how.append((llm.model.ops.name, llm.model.dtype))
             assert llm.backend_reason in caplog.messages[-1]
-    plain, bfloat16 = ("PyTorch", torch.float32), ("PyTorch", torch.bfloat16)
+    plain, bfloat16 = ("PyTorch", torch.float32), ("CPU", torch.bfloat16)
     assert how == [("NumPy", torch.float32), bfloat16, plain]
     assert len(caplog.messages) == 3
 

@@ -24,6 +24,7 @@ from simplellm.model import (
     feed_forward,
     model,
     ops,
+    ops_cpu,
     ops_numpy,
     rope,
 )
@@ -227,12 +228,30 @@ NUMPY_MUTATIONS = {
         ops_numpy.each, "repeat(counts, axis", "repeat(counts[::-1], axis"
     ),
 }
+PROMPT = ops_cpu.prompt_attention
+CPU_MUTATIONS = {
+    "shares swapped": Mutation(PROMPT, "(lse_before - lse)", "(lse - lse_before)"),
+    "sum of the new keys alone": Mutation(PROMPT, "lse.logaddexp(lse_before)", "lse"),
+    "earlier keys unseen": Mutation(PROMPT, "if first > 0:", "if False:"),
+    "window too narrow": Mutation(PROMPT, "first + 1 - window", "first + 2 - window"),
+    "window dropped": Mutation(PROMPT, "if window is not None", "if False"),
+    "sinks dropped": Mutation(PROMPT, "if sinks is not None:", "if False:"),
+    "sinks of other heads": Mutation(PROMPT, "sinks.float()", "sinks.float().roll(1)"),
+    "heads in another order": Mutation(
+        PROMPT, "out.permute(2, 0, 1, 3)", "out.permute(2, 1, 0, 3)"
+    ),
+    "future visible": Mutation(
+        ops_cpu.attend_some, "is_causal=True", "is_causal=False"
+    ),
+    "nothing masked": Mutation(ops_cpu.attend_some, "attn_mask=bias", "attn_mask=None"),
+}
 CASES = [
     *((name, mutation, "whole") for name, mutation in MUTATIONS.items()),
     *((name, mutation, "decoded") for name, mutation in DECODING.items()),
     *((name, mutation, "decoded") for name, mutation in PLAIN_DECODING.items()),
     *((f"NumPy: {name}", m, "NumPy") for name, m in DECODING.items()),
     *((f"NumPy: {name}", m, "NumPy") for name, m in NUMPY_MUTATIONS.items()),
+    *((f"CPU: {name}", mutation, "CPU") for name, mutation in CPU_MUTATIONS.items()),
 ]
 
 
@@ -250,7 +269,7 @@ def worst_error(tmp_path_factory) -> Callable[[str], float]:
         if how == "whole":
             ours = load_model(folder / "model", dtype=torch.float32, device="cpu")
             return relative_errors(ours.logits(ids), expected).max().item()
-        table = ops.PLAIN if how == "decoded" else ops_numpy.NUMPY
+        table = {"CPU": ops_cpu.CPU, "NumPy": ops_numpy.NUMPY}.get(how, ops.PLAIN)
         ours = load_model(folder / "short", device="cpu", ops=table)
         places, found = decode_beside_another(ours, ids[:60])
         return relative_errors(found, expected_short[places]).max().item()
@@ -275,7 +294,7 @@ def decode_beside_another(
     return places, torch.stack(logits)
 
 
-@pytest.mark.parametrize("how", ["whole", "decoded", "NumPy"])
+@pytest.mark.parametrize("how", ["whole", "decoded", "NumPy", "CPU"])
 def test_passes_without_a_mistake(worst_error, how):
     assert worst_error(how) < FP32_TOLERANCE
 
@@ -299,6 +318,6 @@ def test_fails_with_a_mistake(mutation, how, worst_error, monkeypatch, record_pr
     assert not error < 10 * FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("how", ["whole", "decoded", "NumPy"])
+@pytest.mark.parametrize("how", ["whole", "decoded", "NumPy", "CPU"])
 def test_the_mistakes_are_gone_afterwards(worst_error, how):
     assert worst_error(how) < FP32_TOLERANCE

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 from transformers import GptOssConfig, Qwen3Config
 from transformers.models.gpt_oss.modeling_gpt_oss import (
     GptOssExperts,
@@ -21,12 +22,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from simplellm.checkpoint.mxfp4 import MXFP4, quantize
-from simplellm.model import family_rules, moe, ops, ops_numpy, rope
+from simplellm.model import family_rules, moe, ops, ops_cpu, ops_numpy, rope
 from simplellm.model.attention import QUERY_CHUNK, attention, visible
 from simplellm.model.batch import KVGroup
 from simplellm.model.feed_forward import route, swiglu
 from simplellm.model.layers import Attention, Dense, Experts, Layer
 from simplellm.model.ops import PLAIN
+from simplellm.model.ops_cpu import QUERY_BLOCK, WINDOW_QUERY_BLOCK, prompt_attention
 from simplellm.model.ops_numpy import FEW, NUMPY
 
 # float32 sums over up to 700 keys in another order.
@@ -408,7 +410,51 @@ def test_scale():
     torch.testing.assert_close(result, expected, **TOLERANCE)
 
 
+# Prompts on a CPU
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize("with_sinks", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 300, 5000])
+def test_prompts_on_a_cpu_equal_the_reference(heads, with_sinks, window) -> None:
+    """A block of queries and less and more, with and without keys before them."""
+    for queries in (1, 7, WINDOW_QUERY_BLOCK + 1, QUERY_BLOCK, 2 * QUERY_BLOCK + 9):
+        for before in (0, 1, 600):
+            before = min(before, (window or before + 1) - 1)
+            sizes = queries, queries + before, heads[0], heads[1], 16
+            q, k, v, logits = random_qkv(*sizes)
+            sinks = logits if with_sinks else None
+            expected = attention(q, k, v, sinks, window=window)
+            found = prompt_attention(q, k, v, sinks, window=window)
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_prompts_on_a_cpu_are_computed_in_float32(window) -> None:
+    """As `test_bf16_is_computed_in_float32` has it, and without an overflow."""
+    q, k, v, sinks = (x.bfloat16() for x in random_qkv(300, 400, 8, 2, 64))
+    exact = slow_attention(q, k, v, sinks, window)
+    result = prompt_attention(q, k, v, sinks, window=window)
+    assert result.dtype == torch.bfloat16
+    error = (result.double() - exact).abs()
+    assert (error <= exact.abs() * 2**-8 + 1e-5).all()
+    for factor in (1e4, -1e4):
+        huge = prompt_attention(q * 1e4, k * 1e4, v, sinks * factor, window=window)
+        assert torch.isfinite(huge).all()
+
+
+def test_prompts_on_a_cpu_do_not_write_their_scores() -> None:
+    """No tensor is as large as the scores of 128 queries, the reference's least."""
+    q, k, v, sinks = random_qkv(QUERY_BLOCK, 4000, 8, 2, 16)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        prompt_attention(q, k, v, sinks)
+    largest = max(event.self_cpu_memory_usage for event in profiled.events())
+    assert largest < 4 * len(k) * QUERY_CHUNK
+
+
 # Attention over pages
+
+ATTENDS = {ops.attend: "ops", ops_cpu.attend: "cpu", ops_numpy.attend: "numpy"}
 
 
 class Pages:
@@ -493,7 +539,7 @@ def lengths_of_chunks() -> st.SearchStrategy[tuple[int, int]]:
     return sizes.map(lambda pair: (max(pair), min(pair)))
 
 
-@pytest.mark.parametrize("attend", [ops.attend, ops_numpy.attend], ids=["ops", "numpy"])
+@pytest.mark.parametrize("attend", ATTENDS, ids=ATTENDS.get)
 @settings(max_examples=60)
 @given(
     decodes=st.lists(st.integers(1, 90), max_size=5),
@@ -519,7 +565,7 @@ def test_pages_equal_contiguous_keys(
         torch.testing.assert_close(mine, other, **TOLERANCE)
 
 
-@pytest.mark.parametrize("attend", [ops.attend, ops_numpy.attend], ids=["ops", "numpy"])
+@pytest.mark.parametrize("attend", ATTENDS, ids=ATTENDS.get)
 @pytest.mark.parametrize("window", [None, 128])
 def test_long_contexts_are_not_padded_to_the_longest(attend, window) -> None:
     """Beside short ones, and beyond what is read together."""

@@ -1,6 +1,7 @@
 """The whole model against transformers' GptOssForCausalLM on random checkpoints."""
 
 import random
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.one_sequence import PAGE, one_sequence
 from simplellm.model.ops import PLAIN, Ops
+from simplellm.model.ops_cpu import CPU
 from simplellm.model.ops_numpy import NUMPY
 
 # Relative error of each position's logits in float32. Correct implementations show up
@@ -266,7 +268,7 @@ def test_random_configurations(tmp_path, seed):
     config, length, packed = random_config(seed)
     save = save_mxfp4 if packed else save_dense
     oracle = save(tmp_path / "model", config, seed)
-    check(tmp_path / "model", oracle, length, ops=(PLAIN, NUMPY)[seed % 2])
+    check(tmp_path / "model", oracle, length, ops=(PLAIN, NUMPY, CPU)[seed % 3])
 
 
 def test_beyond_4096_positions(tmp_path):
@@ -305,7 +307,7 @@ def test_shards(tmp_path, quantized):
         assert relative_errors(model.logits(ids), expected).max() < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("ops", [PLAIN, NUMPY], ids=["plain", "NumPy"])
+@pytest.mark.parametrize("ops", [PLAIN, CPU, NUMPY], ids=attrgetter("name"))
 def test_packed_prompts(tmp_path, ops):
     """Three prompts in one step, then token by token, are those computed alone."""
     oracle = save_mxfp4(tmp_path / "model", oracle_config(), seed=4)
@@ -323,7 +325,7 @@ def test_packed_prompts(tmp_path, ops):
         assert relative_errors(found, wanted).max() < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("ops", [PLAIN, NUMPY], ids=["plain", "NumPy"])
+@pytest.mark.parametrize("ops", [PLAIN, CPU, NUMPY], ids=attrgetter("name"))
 def test_embedded_model(ops):
     """The checkpoint inside the package, on a prompt beyond its window."""
     model = load_model(dtype=torch.float32, device="cpu", ops=ops)

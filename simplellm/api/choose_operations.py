@@ -1,6 +1,6 @@
 """Which operations compute a model on this machine, and why.
 
-`PLAIN`, `NUMPY` or the Triton kernels; the choice is made while loading, once.
+One of `TABLES`, or the Triton kernels; the choice is made while loading, once.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,10 @@ from simplellm.checkpoint.source import Source
 from simplellm.engine.warmup import warm_up
 from simplellm.model.machine import capability, why_not_triton
 from simplellm.model.ops import PLAIN, Ops
-from simplellm.model.ops_numpy import is_small
+from simplellm.model.ops_cpu import CPU
+from simplellm.model.ops_numpy import NUMPY, is_small
 
+TABLES = {table.name: table for table in (PLAIN, CPU, NUMPY)}
 FP8_GPU = (8, 9)  # compute capability: the first whose instructions know e4m3
 
 
@@ -35,7 +37,7 @@ def takes_packed(config: EngineConfig, dtype: object, device: torch.device) -> b
 def choose_operations(
     config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, str]:
-    """Which operations compute, "fused", "numpy" or "plain", and a reason in words.
+    """Which operations compute, "fused" or one of `TABLES`, and a reason in words.
 
     Raises ValueError for what ``config`` demands and this machine cannot do.
     """
@@ -72,8 +74,9 @@ def choose_operations(
     few = device.type == "cpu" and dtype == torch.float32 and is_small(model)
     few = few and config.kv_cache_dtype == "auto"  # NumPy has no numbers of 8 bits
     if few and config.operations == "auto":
-        return "numpy", f"NumPy and PyTorch, since {reason}"
-    return "plain", f"PyTorch, since {reason}"
+        return NUMPY.name, f"NumPy and PyTorch, since {reason}"
+    plain = config.operations == "plain" or device.type != "cpu"
+    return (PLAIN if plain else CPU).name, f"PyTorch, since {reason}"
 
 
 def why_not_rounded(

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from simplellm.api.choose_operations import (
+    TABLES,
     choose_operations,
     fused_operations,
     takes_packed,
@@ -59,7 +60,6 @@ from simplellm.model.memory import (
 )
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN, Ops
-from simplellm.model.ops_numpy import NUMPY
 
 LOGGER = logging.getLogger("simplellm")
 BIG = 2**28  # parameters from which on loading shows a progress bar
@@ -135,11 +135,8 @@ def load_engine(
     if share := config.cpu_cache_bytes // ranks.size:
         check_room(torch.device("cpu"), share, "pages on the host (cpu_cache_bytes)")
     with on(device), enough(need, device):
-        if operations == "fused":
-            own = ranks.local_vocabulary(source.config)
-            ops = fused_operations(own, config, dtype, device)
-        else:
-            ops = NUMPY if operations == "numpy" else PLAIN
+        own = ranks.local_vocabulary(source.config)
+        ops = TABLES.get(operations) or fused_operations(own, config, dtype, device)
         start = time.perf_counter()
         ops = ranks.operations(ops, source.config, dtype)
         scales = None
@@ -221,7 +218,7 @@ def load_draft(config: EngineConfig, model: Model, ranks: Ranks) -> Model | None
     """The smaller model that drafts, if any, whole, for the rank that schedules."""
     if not ranks.schedules or not is_model(config.speculative):
         return None
-    ops = NUMPY if model.ops.name == NUMPY.name else PLAIN
+    ops = TABLES.get(model.ops.name, PLAIN)
     return load_model(config.speculative, model.dtype, model.device, ops=ops)
 
 

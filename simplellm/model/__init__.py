@@ -7,9 +7,9 @@
 without a kernel, `chunks_as_decodes.py` how short chunks become decodes,
 `one_sequence.py` one text by itself. The operations: `ops.py` in PyTorch, with
 `attention.py`, `feed_forward.py` and `moe.py` of experts; `family_rules.py` chooses for
-a layer between gpt-oss's functions and `other_families.py`; `ops_numpy.py` for small
-models on a CPU; `kernels/` in Triton; `parallel.py` for one of several ranks, which
-choose tokens by `sharded_choice.py` and, on GPUs, talk by `nccl.py`. `rope.py` is how
-far positions turn, `rope_cache.py` tables of it, `memory.py` how much memory things
-take, `machine.py` what this machine has.
+a layer between gpt-oss's functions and `other_families.py`; `ops_cpu.py` for a CPU and
+`ops_numpy.py` for small models there; `kernels/` in Triton; `parallel.py` for one of
+several ranks, which choose tokens by `sharded_choice.py` and, on GPUs, talk by
+`nccl.py`. `rope.py` is how far positions turn, `rope_cache.py` tables of it,
+`memory.py` how much memory things take, `machine.py` what this machine has.
 """

@@ -156,8 +156,9 @@ def attend_chunks(
     group: KVGroup,
     sinks: Tensor | None,
     out: Tensor,
+    attend_one: Callable[..., Tensor] = attention,
 ) -> None:
-    """Write to ``out`` what `attend` gives for the other sequences."""
+    """Write to ``out`` what `attend` gives for the other sequences, one by one."""
     size = keys.shape[1]
     queries, lengths = group.query_start_loc.tolist(), group.lengths.tolist()
     for row in range(group.decodes, len(lengths)):
@@ -173,7 +174,7 @@ def attend_chunks(
         pages = group.tables[row, first:stop]
         span = slice(start - first * size, start - first * size + length - lowest)
         k, v = (gather(x, pages)[span] for x in (keys, values))
-        out[begin:end] = attention(q[begin:end], k, v, sinks, window=group.window)
+        out[begin:end] = attend_one(q[begin:end], k, v, sinks, window=group.window)
 
 
 def attend(

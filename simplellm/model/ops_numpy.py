@@ -28,6 +28,7 @@ from simplellm.model.batch import KVGroup
 from simplellm.model.feed_forward import linear
 from simplellm.model.layers import Attention, Dense, Experts, Layer, Norm
 from simplellm.model.ops import Ops
+from simplellm.model.ops_cpu import prompt_attention
 
 FEW = 64  # tokens up to which NumPy computes
 # Of the sines by which the second half of a head, and the first, adds to the other one.
@@ -180,7 +181,7 @@ def attend(
         output[rows] = mixed
     out = torch.from_numpy(output).view(count, heads, dim)
     if group.decodes < count:
-        ops.attend_chunks(q, keys, values, group, sinks, out)
+        ops.attend_chunks(q, keys, values, group, sinks, out, prompt_attention)
     return out
 
 
