@@ -135,9 +135,7 @@ CASES = [
     case_of(routing.top_k_launcher(128, 5, 4, 1), "*fp32 *bf16 *i32 *fp32 i32"),
     case_of(SMALL.scatter, "*i32 *i32 *i32 *i32 *i32 i32 i32"),
     *(case_of(plan.counter, "*i32 *i32 *i32 i32") for plan in LARGE),
-    *(
-        case_of(plan.scatter, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32") for plan in LARGE
-    ),
+    *(case_of(plan.scatter, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32") for plan in LARGE),
     *EXPERTS,
     *AHEAD,
     *ONE,
