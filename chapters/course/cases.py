@@ -81,11 +81,19 @@ def infect(engine: Any, mistake: Mutation) -> None:
     table = runner.model.ops
     homes = {kind.__module__ for part in parts for kind in type(part).__mro__}
     homes |= {getattr(x, "__module__", "") for x in vars(table).values()} - {""}
+    homes |= {x.__module__ for home in homes for x in used_by(home)}
     copies = copies_with(mistake, homes)
     for part in parts:
         part.__class__ = kind_with(copies, type(part))
     changed = {name: counterpart(copies, x) for name, x in vars(table).items()}
     runner.model.ops = replace(table, **{k: x for k, x in changed.items() if x})
+
+
+def used_by(home: str) -> list[FunctionType]:
+    """The functions of the package that a module of it has a name for."""
+    found = vars(sys.modules[home]).values()
+    functions = [x for x in found if isinstance(x, FunctionType)]
+    return [x for x in functions if x.__module__.startswith("simplellm.")]
 
 
 def kind_with(copies: dict[str, ModuleType], kind: type) -> type:

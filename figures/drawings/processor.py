@@ -30,7 +30,7 @@ L2_MB = 60
 
 def processor() -> Drawing:
     """What a program finds on its processor, and where its numbers come from."""
-    device, kernels = recorded("12-bench")["device"], recorded("11-kernels")
+    device, kernels = recorded("12-profile")["device"], recorded("11-kernels")
     count = device["multiprocessors"]
     d = Drawing("One processor of an H200, and the memory behind it", 0)
     d.heading(MARGIN, 34, f"one of {count} processors")
