@@ -326,7 +326,7 @@ def test_longrope_of_short_texts(theirs) -> None:
 
 @torch.inference_mode()
 def test_longrope_is_for_short_texts_where_vllm_has_it_so(
-    theirs, tmp_path: Path
+    theirs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unless max_model_len says otherwise: Phi-3's original length is outside."""
     oracle = theirs("Llama longrope")
@@ -338,6 +338,8 @@ def test_longrope_is_for_short_texts_where_vllm_has_it_so(
             assert llm.engine_core.max_model_len == length
             found = llm.engine_core.runner.model.logits(IDS[:90])
         assert (worst(found, expected) < TOLERANCE) == (length == 100)
+        assert ("max_model_len allows" in caplog.text) == (longest is None)
+        caplog.clear()
 
 
 @pytest.mark.parametrize("longest", [60, 120, None])

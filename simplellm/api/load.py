@@ -195,7 +195,10 @@ def read_weights(
     ``longest``: the tokens of the longest text, by which some RoPE is chosen.
     ``scales`` of keys and values, of each layer, are 1 unless given.
     """
-    config = source.config.limited(longest)
+    config, most = source.config.limited(longest), source.config.max_position_embeddings
+    if longest is None and config.max_position_embeddings < most:
+        text = "texts of up to %d tokens; max_model_len allows LongRoPE's %d"
+        LOGGER.warning(text, config.max_position_embeddings, most)
     total = len(source.names()) - config.tie_word_embeddings  # no head to load
     small = count_parameters(config).total < BIG
     gpu = device.type == "cuda"
