@@ -16,7 +16,7 @@ from simplellm.apps.roofline import Machine, read_bytes, step_flops
 from simplellm.checkpoint.families.gpt_oss import MODELS
 
 RECORDS = {"gpt-oss-120b": "12-bench", "gpt-oss-20b": "12-bench-20b"}
-H100 = "12-bench-h100"
+H100, VLLM_H100 = "12-bench-h100", "vllm-h100"
 PICTURE = "headline"
 TABULATED = (1, 8, 64, 256)  # batch sizes; the picture has all
 LOADS = "512 at once", "2 a second", "8 a second"
@@ -131,8 +131,9 @@ def rows(report: dict[str, Any], vllm: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def rows_alone(report: dict[str, Any]) -> list[list[str]]:
-    """Two lines, of a card on which vLLM wasn't run: this engine, the limit."""
+def rows_of_decodes(report: dict[str, Any], vllm: dict[str, Any]) -> list[list[str]]:
+    """Three lines, of a card on which vLLM only decoded: ours, vLLM, the limit."""
+    theirs = {row["batch"]: f"{row['marlin']:,}" for row in vllm["decode"]}
     decode = {row["batch"]: row for row in report["decode"]}
     one, many = report["prefill"][0], report["prefill"][-1]
     columns = [*(decode[batch] for batch in TABULATED), many]
@@ -143,6 +144,7 @@ def rows_alone(report: dict[str, Any]) -> list[list[str]]:
     name, limits = name_and_limit(report)
     return [
         [name, *(f"**{x}**" for x in (*ours, f"{one['ttft_ms']:.0f} ms"))],
+        [f"vLLM {vllm['vllm']}", *(theirs.get(n, "") for n in TABULATED), "", ""],
         [limits, *limit, ""],
     ]
 
@@ -196,8 +198,8 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         "prefill, 32 x 2,048",
         "first token after 2,048",
     ]
-    smaller = read(figures, H100)
-    lines = rows_alone(smaller)
+    smaller, beside = read(figures, H100), read(figures, VLLM_H100)
+    lines = rows_of_decodes(smaller, beside)
     lines += [line for report in reports for line in rows(report, vllm)]
     run = reports[0]
     dates = dict.fromkeys([smaller["date"], run["date"]])
@@ -217,8 +219,9 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         "which a step takes exactly as long as reading its bytes once or doing its "
         "arithmetic, whichever is longer, at the read and matmul speeds measured in "
         f"the same run. vLLM's numbers were recorded once, {runs}, on an H200, "
-        "not necessarily the same card; in the picture, of the H200, the older ones "
-        "fill in the batch sizes that the newer one didn't run. vLLM has several "
+        f"and on {beside['date']} on an H100, where only Marlin decoded; not "
+        "necessarily on the same cards as ours. In the picture, of the H200, the older "
+        "ones fill in the batch sizes that the newer one didn't run. vLLM has several "
         f"kernels for the experts, {kernels}; each number is from the fastest of those "
         "that ran. "
         f"Its runs make {VLLM_LENGTHS[1]} new tokens, so their contexts are shorter "
