@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from clockwork import Clockwork
 from rich.console import Console
 
 from simplellm.api.llm import LLM
@@ -292,7 +293,7 @@ def test_the_command_writes_numbers_and_a_plot(known_machine, capsys, tmp_path):
         ("--prefill 32", "--prefill is '32'; expected prompts x tokens"),
         ("--input-len 0", "input_len is 0; expected 1 to"),
         ("--batch=", "nothing is to be measured"),
-        ("--batch 64 --output-len 4", "output_len of 64 requests is 4; expected 7 to"),
+        ("--batch 64 --output-len 4", "output_len of 64 requests is 4; expected 6 to"),
         ("--context 60", "context of 1 requests is 60; expected 65 to"),
         ("--input-len 131072", "+ 128 is 131200; expected 2 to 131072"),
         ("--batch 400 --input-len 2000 --output-len 900", "GB for keys and values"),
@@ -348,6 +349,20 @@ def test_all_decode_together_after_long_prompts(known_machine, monkeypatch):
     config = EngineConfig(max_num_batched_tokens=2048, prefill_chunk=2048)
     (row,) = bench.measure(plan, LLM, device="cpu", config=config)["context"]
     assert 1 <= row["steps"] <= 8
+
+
+@pytest.mark.parametrize(
+    ("batch", "context"), [(1, 500), (5, 20_000), (8, 131_072), (32, 8192)]
+)
+def test_they_do_for_as_many_steps_as_are_measured(batch, context, monkeypatch):
+    config = EngineConfig().resolved("cuda")
+    plan = Plan(batches=(), contexts=(context,), context_batches=(batch,))
+    (case,) = bench.plan_cases(plan, config, 131_072)
+    clock = Clockwork(monkeypatch, lambda _: 1.0, lambda _: 0.1)
+    clock.run([(0.0, case.input_len, case.output_len)] * batch)
+    together = [step for step in clock.scheduled if len(step) == batch]
+    decodes = [step for step in together if all(c.length == 1 for c in step)]
+    assert bench.CONTEXT_STEPS - 4 <= len(decodes) <= 1.5 * bench.CONTEXT_STEPS
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(

@@ -29,11 +29,12 @@ from simplellm.engine.warmup import (
     dummy_run,
     dummy_run_experts,
     dummy_sampler_run,
+    expert_sizes,
     one_of_each,
     prompt_lengths,
 )
 from simplellm.model.build import build
-from simplellm.model.kernels import decode, fragments
+from simplellm.model.kernels import decode, fragments, grouped, routing
 from simplellm.model.kernels import experts as kernels
 from simplellm.model.kernels.experts import Tiling
 from simplellm.model.kernels.fragments import Fragments
@@ -225,6 +226,42 @@ def test_a_step_needs_no_tiling_that_was_not_compiled(
     compiled = {tiling(size) for size in sizes}
     for tokens in range(5, budget + 1):
         assert tiling(tokens) in compiled, tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("budget", [2048, 8192, 32768])
+@pytest.mark.parametrize(
+    ("model", "experts", "top_k"),
+    [
+        *(("gpt-oss", experts, 4) for experts in (32, 128)),
+        *(("gpt-oss in FP8", experts, 4) for experts in (32, 128)),
+        *(("others", *sizes) for sizes in ((8, 2), (60, 4), (64, 6), (128, 8))),
+    ],
+)
+def test_nor_another_way_to_sort(
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    experts: int,
+    top_k: int,
+    budget: int,
+    ranks: int,
+) -> None:
+    """Smaller steps are filled up to sizes that are captured."""
+    monkeypatch.setattr(kernels, "decodes_ahead", lambda: True)
+
+    def ways(tokens: int) -> Any:
+        sizes = tokens, experts, top_k
+        fp8 = model.endswith("FP8") and tokens * top_k > kernels.FP8_PAIRS * experts
+        block = grouped.choose_grouping.__wrapped__(*sizes).tokens
+        if model != "others":
+            block = kernels.tilings.__wrapped__(*sizes, fp8)[0].tokens
+        held = experts // ranks
+        sort = tokens * top_k, top_k, held, block, held < experts
+        return routing.sort_plan.__wrapped__(*sort)[2:]
+
+    compiled = {ways(size) for size in expert_sizes(ranks * budget)}
+    for tokens in range(MIXED_SIZES[-1] + 1, budget + 1):
+        assert ways(ranks * tokens) in compiled, tokens
 
 
 def test_a_stand_in_has_a_layer_of_each_kind() -> None:

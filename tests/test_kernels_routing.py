@@ -159,6 +159,8 @@ def test_a_token_is_routed_alike_among_any_number_of_others(kernel_device):
         (65, 32, 4),
         pytest.param(COMPARED // 4, 8, 4, marks=exhaustive),
         (1200, 6, 4),
+        (600, 300, 8),  # more counts than are added up at once
+        (8193, 6, 4),  # the larger chunks
     ],
 )
 def test_sorted_pairs_are_the_plain_ones(kernel_device, tokens, experts, top_k, block):

@@ -202,7 +202,6 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
     lines = rows_of_decodes(smaller, beside)
     lines += [line for report in reports for line in rows(report, vllm)]
     run = reports[0]
-    dates = dict.fromkeys([smaller["date"], run["date"]])
     compiled, cached = (read(figures, "12-start")["starts"][i] for i in (0, 1))
     memory = read(figures, "12-memory")
     runs = " and ".join(
@@ -211,7 +210,8 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
     kernels = "{}, {} and {}".format(*map(str.capitalize, vllm["kernels"]))
     taken = memory["memory"]["process"] + memory["memory"]["context"]
     speed = (
-        f"Recorded {' and '.join(dates)} on one NVIDIA H100 and one H200 with torch "
+        f"Recorded on one NVIDIA H100 on {smaller['date']} and on one H200 on "
+        f"{run['date']} with torch "
         f"{run['versions']['torch']} and triton {run['versions']['triton']}: random "
         "weights in the real shapes, distinct prompts of "
         f"{run['plan']['input_len']} tokens, {run['plan']['output_len']} new ones "

@@ -29,6 +29,7 @@ from simplellm.apps.roofline import (
     step_flops,
 )
 from simplellm.base.config import (
+    MAX_SIZE,
     EngineConfig,
     ModelConfig,
     check,
@@ -36,9 +37,11 @@ from simplellm.base.config import (
     declared,
     expect,
 )
+from simplellm.base.request import Request
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.checkpoint import open_weights
-from simplellm.engine.scheduler import PREFILL_BESIDE_DECODES
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.scheduler import Scheduler
 from simplellm.engine.stats import Meter, quantile
 from simplellm.model.machine import find_device, find_dtype
 from simplellm.model.memory import kv_bytes, weight_bytes
@@ -120,6 +123,31 @@ def plan_steps(
     )
 
 
+def steps_between(batch: int, length: int, config: EngineConfig) -> int:
+    """How many steps a batch's first prompt is computed before its last.
+
+    A scheduler says so: beside requests that decode, prompts come in small pieces.
+    """
+    scheduler = Scheduler(
+        PageManager(batch, length + MAX_SIZE, enable_caching=False),
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, 2 * batch),
+        prefill_chunk=config.prefill_chunk,
+        max_waiting=batch,
+    )
+    prompt = [0] * length
+    requests = [Request([*prompt], MAX_SIZE, request_id=n) for n in range(batch)]
+    scheduler.add(requests)
+    steps = 0
+    while any(request.num_output == 0 for request in requests):
+        scheduled = scheduler.schedule()
+        scheduler.update_after_launch(scheduled)
+        sampled = [[0] for chunk in scheduled if chunk.samples]
+        scheduler.update_from_output(scheduled, sampled)
+        steps += requests[0].num_output > 1
+    return steps
+
+
 def plan_cases(plan: Plan, config: EngineConfig, limit: int) -> list[Case]:
     """The rows of a plan, with at least as many tokens a step as ``config`` has.
 
@@ -127,34 +155,27 @@ def plan_cases(plan: Plan, config: EngineConfig, limit: int) -> list[Case]:
     never all run, or are longer than ``limit``, the model's context.
     """
 
-    def lag(batch: int, length: int) -> int:
-        """About how many steps a batch's first prompt is computed before its last.
-
-        Requests that decode meanwhile take a token each from every step, and prompts
-        get the less beside them the fewer still wait.
-        """
-        budget = config.max_num_batched_tokens
-        together = max(1, budget // config.prefill_chunk)  # they end at about once
-        caps = [PREFILL_BESIDE_DECODES * (1 + n // 2) for n in range(batch - together)]
-        most = max(batch, budget - batch)
-        return math.ceil(sum(length / min(most, cap) for cap in caps))
+    def checked(case: Case) -> Case:
+        check_number(f"length of {case.name}", case.length, int, 2, limit)
+        return case
 
     cases = []
     for batch in plan.batches:
-        case = Case("decode", batch, plan.input_len, plan.output_len)
+        case = checked(Case("decode", batch, plan.input_len, plan.output_len))
         # Fewer, and the first request ends before the last one begins.
-        least, name = lag(batch, plan.input_len) + 2, f"output_len of {batch} requests"
+        least = steps_between(batch, plan.input_len, config) + 2
+        name = f"output_len of {batch} requests"
         check_number(name, plan.output_len, int, least, limit)
         cases.append(case)
-    cases += [Case("prefill", count, length, 1) for count, length in plan.prefills]
+    for count, length in plan.prefills:
+        cases.append(checked(Case("prefill", count, length, 1)))
     for context in plan.contexts:
         for batch in plan.context_batches:
-            output = lag(batch, context) + CONTEXT_STEPS  # generated in this context
-            name = f"context of {batch} requests"
+            name, output = f"context of {batch} requests", CONTEXT_STEPS
+            check_number(name, context, int, output + 1, limit)
+            output += steps_between(batch, context, config)  # generated in this context
             check_number(name, context, int, output + 1, limit)
             cases.append(Case("context", batch, context - output, output))
-    for case in cases:
-        check_number(f"length of {case.name}", case.length, int, 2, limit)
     if not cases:
         raise ValueError("nothing is to be measured; expected a batch size")
     return cases

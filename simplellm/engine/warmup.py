@@ -28,6 +28,10 @@ from simplellm.sampling.penalties import TokenCounts
 
 # Lengths of prompts that need other kernels than those that graphs are captured of.
 PROMPTS = (8192, 2048)
+# Tokens between sizes of steps whose experts are computed. How pairs are sorted depends
+# on their number, and into which blocks on how many an expert has: some ways and blocks
+# come together only between the lengths above.
+EXPERTS_APART = 1024
 # Requests whose tokens need other kernels. They are apart so that their kernels compile
 # at the same time; those of one request compile one after another.
 DRAWS = (
@@ -77,6 +81,11 @@ def dummy_sampler_run(runner: Runner, params: SamplingParams, ops: Ops) -> None:
 def prompt_lengths(budget: int) -> list[int]:
     """Of prompts to compute beforehand, where a step has up to ``budget`` tokens."""
     return [budget, *(length for length in PROMPTS if length < budget)]
+
+
+def expert_sizes(most: int) -> list[int]:
+    """Tokens of steps whose experts to compute beforehand, of up to ``most``."""
+    return [most, *reversed(range(EXPERTS_APART, most, EXPERTS_APART))]
 
 
 def one_of_each(model: ModelConfig) -> ModelConfig:
@@ -130,15 +139,16 @@ def warm_up(
     budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
     # Prompts first: their kernels take the longest. And what takes the longest of all
     # begins at once, by itself.
-    prompts = prompt_lengths(budget)
-    shapes = [CaptureShape(size, 0, 1) for size in prompts]
+    shapes = [CaptureShape(size, 0, 1) for size in prompt_lengths(budget)]
     shapes += [CaptureShape.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
     shapes += [CaptureShape(size, size) for size in bucket_sizes(seqs)]
     shapes += verify_shapes(seqs, config.max_drafts)
-    if (ranks := config.data_parallel_size) > 1:  # all of whose rows meet there
-        prompts += [ranks * shape.tokens for shape in shapes]
+    ranks = config.data_parallel_size  # all of whose rows meet at the experts
+    sizes = expert_sizes(ranks * budget)
+    if ranks > 1:
+        sizes += [ranks * shape.tokens for shape in shapes]
     steps: list[Callable[[Ops], object]] = [
-        *(partial(dummy_run_experts, runner, size) for size in dict.fromkeys(prompts)),
+        *(partial(dummy_run_experts, runner, size) for size in dict.fromkeys(sizes)),
         *(partial(dummy_sampler_run, runner, params) for params in DRAWS),
         *(partial(dummy_run, runner, shape) for shape in dict.fromkeys(shapes)),
     ]
