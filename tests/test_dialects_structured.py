@@ -598,9 +598,16 @@ def test_a_streamed_call_adds_up(served: Served) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_an_answer_like_a_call_is_served_as_an_answer(served: Served) -> None:
+@pytest.mark.parametrize("restricted", [False, True])
+def test_an_answer_like_a_call_is_served_as_an_answer(
+    served: Served, restricted: bool
+) -> None:
+    """Also where its grammar is the one of allowed tokens, which spell as they like."""
     llm = served.service.llm
-    options = {"response_format": {"type": "json_object"}, "logprobs": True}
+    options: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    options["logprobs"] = True
+    if restricted:
+        options["allowed_token_ids"] = [*range(llm.tokenizer.vocab_size)]
     with saying(llm, LIKE_A_CALL + llm.input_processor.dialect.ends[0]):
         assert parts_of(CHAT, ask(served, CHAT, options)) == (LIKE_A_CALL, [])
 

@@ -70,9 +70,12 @@ def any_spelling(text: str) -> str:
     with which the tokenizer would begin it.
     """
     first, *rest = json.loads(text)["grammars"]
-    option = '%llguidance {"no_forcing": true}'
-    whole = {"lark_grammar": f"{option}\nstart: @whole\n"}
-    return rules_text(whole, {"name": "whole", **first}, *rest)
+    if "lark_grammar" not in first:
+        rest = [{"name": "whole", **first}, *rest]
+        first = {"lark_grammar": "start: @whole"}
+    lark = first["lark_grammar"]  # its rule of a turn is read again: it stays in front
+    first = {"lark_grammar": f'{lark}\n%llguidance {{"no_forcing": true}}\n'}
+    return rules_text(first, *rest)
 
 
 def checked_text(text: str, where: str) -> str:
