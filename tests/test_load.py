@@ -343,7 +343,7 @@ def test_the_smallest_engine_answers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_weight_that_is_not_finite_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float, dtype: str
 ) -> None:
