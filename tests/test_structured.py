@@ -216,6 +216,13 @@ def test_plain_texts() -> None:
         (plain(regex=r"\D\W[\W_]"), ["٣é_", "a é"], ["3é_", "aa_", "aéa"]),
         (plain(regex=r"\p{Nd}\p{L}"), ["٣é", "3a"], ["é3"]),
         (plain(regex=r"\\d"), [r"\d"], ["1", r"\1"]),
+        (plain(regex=r"[+-\d]+"), ["+5-"], [",", "A]", "5]"]),
+        (plain(regex=r"[+--\d]\--\w[.-\s]"), [",--_-", "5--a "], ["6-/a.", "5--a/"]),
+        (
+            plain(json={"type": "string", "pattern": r"^[+-\d][.-\s]$"}),
+            ['"5-"', '"+ "', '"-."'],
+            ['",."', '"5/"', '"A]"'],
+        ),
         (
             plain(json={"type": "string", "pattern": r"^\d\w$"}),
             ['"1a"'],

@@ -14,7 +14,7 @@ from typing import Any
 from simplellm.base.config import ParameterError, as_texts, expect
 from simplellm.base.grammar import LEFT_OPEN, lark_string, llguidance
 from simplellm.base.sampling_params import StructuredOutputs
-from simplellm.structured.schemas import JSON_ESCAPES, problem_of
+from simplellm.structured.schemas import HYPHEN, JSON_ESCAPES, problem_of
 
 # The longest that a schema, an expression or a grammar may be, in characters.
 MAX_TEXT = 2**17
@@ -41,7 +41,7 @@ LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*')
 LARK_REFUSED = re.compile(r"<\S*|[@~&]|%(?!ignore\b|import\b|llguidance\s*\{\s*\})\w*")
 # What a regular expression has otherwise than Lark's, where a slash would end it. As in
 # ECMA-262 and XGrammar: llguidance's digits and letters are those of all scripts.
-IN_LARK = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]"}
+IN_LARK = {"/": r"\/", "-": r"\-", r"\d": "[0-9]", r"\D": "[^0-9]"}
 IN_LARK |= {r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
 # How a grammar begins in GBNF, which is llama.cpp's notation, XGrammar's and vLLM's.
 GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+\s*::=")
@@ -96,7 +96,8 @@ def regex_rules(regex: str) -> dict[str, Any]:
     bare = checked_text(regex, where).removeprefix("^")
     if re.search(r"(?<!\\)(?:\\\\)*\$$", bare):
         bare = bare[:-1]
-    written = re.sub(r"\\.|/", lambda m: IN_LARK.get(m[0], m[0]), bare, flags=re.S)
+    odd = rf"{HYPHEN}|\\.|/"
+    written = re.sub(odd, lambda m: IN_LARK.get(m[0], m[0]), bare, flags=re.S)
     return {"lark_grammar": f"start: /{written or '(?:)'}/\n{LEFT_OPEN}"}
 
 

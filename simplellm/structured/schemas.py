@@ -64,6 +64,9 @@ PART = re.compile(
     re.DOTALL,
 )
 PATTERN = re.compile(f"(?:{PART.pattern})*", re.DOTALL)
+# A hyphen before a class of characters, which ends no range in ECMA-262. Once the class
+# is spelled out, llguidance would see one there, up to the bracket.
+HYPHEN = r"-(?=\\[dDwWsSpP])"
 # What ECMA-262 takes for white space; to stand between brackets.
 WHITE = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 
@@ -347,8 +350,10 @@ def exact_pattern(pattern: str) -> str:
             return r"[^\n\r\u2028\u2029]"
         if text == r"\s":
             return f"[{WHITE}]"
-        inside = {r"\s": WHITE, r"\S": f"[^{WHITE}]"}
-        return re.sub(r"\\.", lambda m: inside.get(m[0], m[0]), text, flags=re.DOTALL)
+        inside = {r"\s": WHITE, r"\S": f"[^{WHITE}]", "-": r"\-"}
+        return re.sub(
+            rf"{HYPHEN}|\\.", lambda m: inside.get(m[0], m[0]), text, flags=re.DOTALL
+        )
 
     return PART.sub(exact, pattern)
 
