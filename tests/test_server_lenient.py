@@ -671,6 +671,7 @@ MESSAGES: list[tuple[list[Any], list[Any]]] = [
         [USER, turn(tool_calls=[{"id": "c", "function": {"name": "f"}}])],
         [USER, called("f")],
     ),
+    ([USER, turn(function_call={"name": "f"}), RESULT], [USER, called("f"), RESULT]),
     ([USER, called("my tool.x")], [USER, called("my_tool.x")]),
     (
         [USER, made_up("a")],
@@ -1137,6 +1138,9 @@ def item_of(**fields: Any) -> Fields:
 
 
 ASKED = turn(content=None, tool_calls=[call_of(arguments="{}")])
+# What the openai client's own helpers make of an answer.
+READ = call_of(arguments="{}", parsed_arguments={})
+PARSED = turn(content="{}", parsed={}, tool_calls=[READ])
 ECHOED: Fields = {
     "role": "assistant",
     "content": "Yo",
@@ -1152,6 +1156,7 @@ SIGNED = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
 NAMED: list[tuple[str, Fields, str]] = [
     (CHAT, {"messages": [USER | {"name": "x"}, ECHOED, USER]}, ""),
     (CHAT, {"messages": [USER, ASKED, result("R")]}, ""),
+    (CHAT, {"messages": [USER, PARSED, result("R")]}, ""),
     (CHAT, {"messages": [USER | {"x": 1}]}, "messages[0].x"),
     (CHAT, {"messages": [USER | {"X": 1}]}, "messages[0].X"),
     (CHAT, {"messages": [USER | {"content": [CACHED]}]}, "[0].cache_control"),

@@ -10,12 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import ValidationInfo, model_validator
 
 from simplellm.server.http.bodies import (
     TEXT_ONLY,
@@ -79,12 +74,12 @@ class ChatText(Part):
         return {"text": text_instead(str(kind)[:50])}
 
 
-class CalledFunction(BaseModel):
-    name: str
-    arguments: Any
-    """Those that are no text are put into JSON."""
+class CalledFunction(Part):
+    labels = frozenset({"parsed_arguments"})  # of OpenAI's client, as a message's
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    name: str
+    arguments: Any = "{}"
+    """Those that are no text are put into JSON."""
 
 
 class PastToolCall(Part):
@@ -99,7 +94,7 @@ class PastToolCall(Part):
 class ChatMessage(Part):
     """A message of any role; each role uses some of these fields."""
 
-    labels = frozenset({"refusal", "annotations", *BEGUN})
+    labels = frozenset({"refusal", "annotations", "parsed", *BEGUN})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Several[ChatText] | None = None
@@ -171,7 +166,7 @@ class ChatMessage(Part):
             message["content"] = "".join(part.text for part in self.content)
         if self.tool_calls is not None:
             message["tool_calls"] = [
-                {"id": call.id, "function": given_fields(call.function)}
+                {"id": call.id, "function": dict(call.function)}
                 for call in self.tool_calls
             ]
         return message
