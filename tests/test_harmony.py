@@ -446,6 +446,14 @@ def test_text_in_place_of_a_header_streams(begin: str) -> None:
     assert parser.messages[-1].content == joined
 
 
+def test_a_function_may_have_a_long_name() -> None:
+    """Its header is as long, and no text for that."""
+    name = "文" * 100
+    header = f"<|channel|>commentary to=functions.{name} <|constrain|>json"
+    ids = reply(f"{header}<|message|>{{}}<|call|>")
+    assert tool_calls(parse(ids, TOKENIZER)) == [ToolCall(name, "{}")]
+
+
 def test_ids_are_those_of_the_text_encoded_at_once() -> None:
     """Chat templates render text and encode it as a whole; ids agree with that."""
     messages = [

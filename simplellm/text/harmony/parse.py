@@ -16,7 +16,8 @@ from simplellm.text.harmony.message import (
 )
 from simplellm.text.tokenizer import Tokenizer
 
-# Bytes of text in a header that can still be one: names have 128 characters at most.
+# Bytes of text in a header that can still be one. That of a call has a function's name
+# in it, which may be of any length.
 MOST_HEADER = 256
 
 
@@ -152,7 +153,9 @@ class HarmonyParser:
                 return self._add(self._decoder.push(token_id))
             self._header[-1][1].extend(self._tokens[token_id])
             self._num_bytes += len(self._tokens[token_id])
-            return self._end_header() if self._num_bytes > MOST_HEADER else []
+            calls = any(b"functions." in text for _, text in self._header)
+            too_long = self._num_bytes > MOST_HEADER and not calls
+            return self._end_header() if too_long else []
         marker = self._markers.get(token_id)
         if marker in ENDS:
             return self.finish()
