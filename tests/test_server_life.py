@@ -267,8 +267,9 @@ def test_origins_are_as_browsers_write_them() -> None:
     given = ["https://Example.org/", "http://localhost:3000", "https://a.b:443", "*"]
     expected = ["https://example.org", "http://localhost:3000", "https://a.b", "*"]
     assert [as_origin(text) for text in given] == expected
-    with pytest.raises(ValueError, match="expected a scheme and a host"):
-        as_origin("example.org")
+    for text in ("example.org", "https://*.example.org"):
+        with pytest.raises(ValueError, match="expected a scheme and a host"):
+            as_origin(text)
 
 
 def test_a_port_that_is_taken(folder: Path, served: Served, capsys: Any) -> None:

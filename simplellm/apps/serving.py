@@ -103,7 +103,7 @@ def as_origin(text: str) -> str:
     """
     origin = text.rstrip("/").lower()
     ok = origin in ("*", "null") or re.fullmatch(
-        r"[a-z][a-z0-9+.-]*://[^/?#@]+", origin
+        r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", origin
     )
     expected = "a scheme and a host, such as https://example.org, or '*' for all"
     expect(ok, "--allowed-origins", text, expected)
