@@ -230,7 +230,8 @@ class Part(BaseModel):
         """``data`` as a strict server reads it, which refuses unknown names."""
         if not isinstance(data, dict):
             return data
-        return {key: value for key, value in data.items() if key not in cls.labels}
+        given = (item for item in data.items() if item[1] is not None)
+        return {key: value for key, value in given if key not in cls.labels}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> Any:

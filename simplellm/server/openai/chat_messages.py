@@ -57,7 +57,7 @@ class ChatText(Part):
     def normalize(cls, data: Any, info: "ValidationInfo[ValidationContext]") -> Any:
         """Put a few words in the place of an image or a file."""
         if info.context.strict:
-            return data
+            return cls.without_labels(data)
         if isinstance(data, str):
             return {"text": data}
         if not isinstance(data, Mapping):

@@ -72,7 +72,8 @@ def reasoning_part(text: str) -> dict[str, Any]:
 class TextPart(Part):
     """Text in a message, a reasoning or the output of a tool."""
 
-    labels = frozenset({"annotations", "logprobs"})
+    # With that by which OpenAI's client says what it has read in an answer.
+    labels = frozenset({"annotations", "logprobs", "parsed"})
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
@@ -178,6 +179,8 @@ class InputCall(InputItem):
 
 
 class FunctionCall(InputCall):
+    labels = frozenset({"status", "parsed_arguments"})
+
     type: Literal["function_call"]
     name: str
     namespace: str | None = None
