@@ -205,6 +205,14 @@ def test_one_message_for_each_mistake(changes: dict[str, Any], message: str) -> 
     assert "\n" not in str(error.value)
 
 
+def test_longrope_between_equal_lengths_is_not_stretched() -> None:
+    """A file without a factor says so, which is that of the lengths in transformers."""
+    lists = dict.fromkeys(("short_factor", "long_factor"), [2.0] * 8)
+    config = family_config(changed(rope_scaling={"rope_type": "longrope", **lists}))
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.factor == config.rope_scaling.attention_factor == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -275,12 +275,13 @@ ROPE_KEYS = {"type", "rope_theta", "partial_rotary_factor", "finetuned"}
 ROPE_KEYS |= {"mscale", "mscale_all_dim", "attn_factor", "max_position_embeddings"}
 
 
-def stretch(data: Mapping[str, Any]) -> Any:
+def stretch(kind: str, data: Mapping[str, Any]) -> Any:
     """The factor of an entry, or that between its lengths, as transformers takes it."""
     longest: Any = data.get("max_position_embeddings")
     length: Any = data.get("original_max_position_embeddings")
     known = all(isinstance(n, int) and n > 0 for n in (longest, length))
-    if data.get("factor") is None and known and longest != length:
+    differ = longest != length or kind == "longrope"  # whose lists say the rest
+    if data.get("factor") is None and known and differ:
         return longest / length
     return data.get("factor")
 
@@ -354,7 +355,8 @@ class RopeScaling:
         if kind == "dynamic":  # transformers reads no other length of it
             longest = data.get("max_position_embeddings")
             data = {**data, "original_max_position_embeddings": longest}
-        data = {**data, "factor": stretch(data), "truncate": data.get("truncate", True)}
+        truncate = data.get("truncate", True)
+        data = {**data, "factor": stretch(kind, data), "truncate": truncate}
         if data["truncate"] is None:
             data["truncate"] = False
         if data.get("attention_factor") is None:
