@@ -429,6 +429,15 @@ def test_the_command_sends_a_named_workload_to_an_engine(capsys, monkeypatch):
     assert ", seed 7\nworkload chat\n" in out and "the workload is chat" in err
 
 
+@pytest.mark.parametrize("option", ["--batch 8", "--input-len 64", "--prefill 1x20"])
+def test_what_a_workload_has_no_use_for_is_refused(capsys, option: str) -> None:
+    assert cli.main(["bench", "--rate", "5", *option.split()]) == 2
+    name, value = option.split()
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{name} is" in error and value in error
+    assert "expected none beside a workload" in error
+
+
 def test_the_command_tells_why_requests_failed(capsys, tmp_path: Path):
     file = tmp_path / "in.jsonl"
     wrong = [replace(request(f"a{n}"), body={"prompt": "x", "n": 0}) for n in range(3)]

@@ -292,6 +292,7 @@ def compare(
 
 
 def send_load(
+    ctx: typer.Context,
     screen: Screen,
     llm: Any,
     url: str,
@@ -304,10 +305,12 @@ def send_load(
 ) -> tuple[dict[str, Any], Any]:
     """The record of a workload that is sent, and what draws it.
 
-    ``how``: as many requests, at a rate or by clients.
+    ``how``: as many requests, at a rate or by clients. Raises ValueError for options
+    that have nothing to do with that.
     """
     from simplellm.apps import report, traffic
 
+    check_unused(ctx)
     if not load:
         load = "chat"
         screen.remark("the workload is chat; --load names another")
@@ -317,6 +320,14 @@ def send_load(
     record = {"command": command, "load": load, "seed": seed}
     record |= traffic.summarize_traffic(outcomes)
     return record, partial(report.plot_traffic, traffic.latencies(outcomes))
+
+
+def check_unused(ctx: typer.Context) -> None:
+    """Raise ValueError for an option that a workload has no use for."""
+    for name in "batch input_len output_len prefill context formats".split():
+        given = getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        option, expected = f"--{name.replace('_', '-')}", "none beside a workload"
+        expect(not given, option, ctx.params[name], expected)
 
 
 @app.command()
@@ -366,7 +377,7 @@ def bench(
         how: Any = {"requests": requests, "rate": rate, "clients": clients}
         llm = partial(LLM, model, **start)
         record, draw = send_load(
-            screen, llm, url, load, seed, results, **how, **command
+            ctx, screen, llm, url, load, seed, results, **how, **command
         )
         report.show_traffic(record, screen.out)
     elif formats or drafts != (None, None):
