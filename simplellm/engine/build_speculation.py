@@ -17,7 +17,7 @@ from simplellm.checkpoint.eagle import (
     read_head_config,
 )
 from simplellm.checkpoint.families import read_config
-from simplellm.engine.data_parallel_runner import RemoteRunner
+from simplellm.engine.data_parallel_runner import DataParallelRunner
 from simplellm.engine.draft_budget import StepCosts
 from simplellm.engine.graphs import MOST_VERIFIED, bucket_sizes
 from simplellm.engine.head_drafter import AuxHiddenStates, HeadProposer
@@ -175,7 +175,7 @@ def build_speculative_schedulers(
 
 def others_proposers(runner: Runner) -> list[HostProposer]:
     """What this rank does for the heads of others, if it has runners for these."""
-    others: Sequence[RemoteRunner] = getattr(runner, "others", ())
+    others = runner.others if isinstance(runner, DataParallelRunner) else ()
     host, own = torch.device("cpu"), runner.proposer
     proposers = []
     for other in others:

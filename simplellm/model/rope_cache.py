@@ -19,13 +19,13 @@ def stretched_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         frequencies, factor = yarn_frequencies(config)
         attention_factor = scaling and scaling.attention_factor
         return frequencies, attention_factor or factor
-    plain, _ = yarn_frequencies(replace(config, rope_scaling=None))
+    plain_config = replace(config, rope_scaling=None)
     if scaling.rope_type == "dynamic":
         length = scaling.original_max_position_embeddings
         growth = max(config.max_position_embeddings / length, 1) - 1
         theta = config.rope_theta * (1 + scaling.factor * growth) ** (dim / (dim - 2))
-        config = replace(config, rope_scaling=None, rope_theta=theta)
-        return yarn_frequencies(config)
+        return yarn_frequencies(replace(plain_config, rope_theta=theta))
+    plain, _ = yarn_frequencies(plain_config)
     if scaling.rope_type == "longrope":
         length = scaling.original_max_position_embeddings
         longer = config.max_position_embeddings > length

@@ -101,7 +101,6 @@ class HarmonyParser:
         self._decoder = StreamDecoder(tokenizer)
         self.num_calls = 0
         self._text: list[str] = []
-        self._num_bytes = 0  # of text in the header
         # What a header holds: each marker with the bytes that follow it.
         self._header: list[tuple[str, bytearray]] = [("", bytearray())]
 
@@ -117,7 +116,7 @@ class HarmonyParser:
         if self.message is not None:
             self.messages.append(replace(self.message, content="".join(self._text)))
         self.message = None
-        self._text, self._num_bytes = [], 0
+        self._text = []
         self._header = [("", bytearray())]
         return deltas
 
@@ -152,10 +151,10 @@ class HarmonyParser:
             if inside:
                 return self._add(self._decoder.push(token_id))
             self._header[-1][1].extend(self._tokens[token_id])
-            self._num_bytes += len(self._tokens[token_id])
-            calls = any(b"functions." in text for _, text in self._header)
-            too_long = self._num_bytes > MOST_HEADER and not calls
-            return self._end_header() if too_long else []
+            texts = [text for _, text in self._header]
+            too_long = sum(map(len, texts)) > MOST_HEADER
+            calls = too_long and any(b"functions." in text for text in texts)
+            return self._end_header() if too_long and not calls else []
         marker = self._markers.get(token_id)
         if marker in ENDS:
             return self.finish()
