@@ -195,7 +195,8 @@ def read_weights(
     ``longest``: the tokens of the longest text, by which some RoPE is chosen.
     ``scales`` of keys and values, of each layer, are 1 unless given.
     """
-    config, most = source.config.limited(longest), source.config.max_position_embeddings
+    most = source.config.max_position_embeddings
+    config = source.config.with_max_model_len(longest)
     if longest is None and config.max_position_embeddings < most:
         text = "texts of up to %d tokens; max_model_len allows LongRoPE's %d"
         LOGGER.warning(text, config.max_position_embeddings, most)

@@ -451,7 +451,7 @@ class ModelConfig:
         window, full = self.sliding_window, {*self.layer_types} <= {"full_attention"}
         expect(window or full, "sliding_window", window, "a number of tokens")
 
-    def limited(self, max_model_len: int | None) -> "ModelConfig":
+    def with_max_model_len(self, max_model_len: int | None) -> "ModelConfig":
         """The config for texts of so many tokens, if RoPE depends on their length.
 
         LongRoPE and dynamic RoPE choose frequencies once, by max_position_embeddings,
