@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import simplellm.model.kernels
-from simplellm.model.kernels.launch import Launcher
+from simplellm.model.kernels.launch import FUSED, Launcher
 
 HOPPER = GPUTarget("cuda", 90, 32)
 AMPERE = GPUTarget("cuda", 80, 32)  # the oldest GPUs that get the kernels
@@ -80,6 +80,7 @@ def compile_case(case: Case, target: GPUTarget = HOPPER):
         if signature[name].startswith("*") or name in case.aligned
     }
     options: dict[str, object] = {"num_warps": case.warps, "num_stages": case.stages}
+    options |= FUSED
     if "PDL" in case.constants:
         options["launch_pdl"] = case.constants["PDL"]
     source = ASTSource(case.kernel, signature, case.constants, aligned)
