@@ -113,8 +113,8 @@ FP8_EXPERTS = [expert_case(experts.FP8_WAITING, rows, True) for rows in (5760, 2
 AHEAD = [  # of the weights that are multiplied, others are decoded
     expert_case(tiling, rows, fp8)
     for tiling, fp8 in (
-        *((experts.WIDE_AHEAD, False), (experts.FP8_WIDE, True)),
-        (experts.FP8_AHEAD, True),
+        *((experts.AHEAD, False), (experts.WIDE_AHEAD, False)),
+        *((experts.FP8_AHEAD, True), (experts.FP8_WIDE, True)),
     )
     for rows in (5760, 2880)
 ]
@@ -215,9 +215,29 @@ def test_a_weight_is_decoded_into_registers_that_nobody_reads(case):
         return
     for loop in loops:
         assert not overwritten([*loop, *loop])
-        names = [line.split(".")[0] for line in [*loop, *loop]]
-        steps = [n for n in names if re.match("[HQ]GMMA|WARPGROUP|HMUL2|HFMA2", n)]
-        assert any("GMMA" in a and b in ("HMUL2", "HFMA2") for a, b in pairwise(steps))
+        assert decodes_under_way([*loop, *loop])
+
+
+def decodes_under_way(code: list[str]) -> bool:
+    """Whether anything is scaled while a product is under way."""
+    groups = 0
+    for line in code:
+        if line[1:5] == "GMMA":
+            groups += 1
+        elif line.startswith("WARPGROUP.DEPBAR"):
+            groups = min(groups, int(line.rpartition(",")[2], 16))
+        elif line.startswith(("HMUL2", "HFMA2")) and groups:
+            return True
+    return False
+
+
+def test_what_happens_under_a_product_is_found():
+    product = "HGMMA.64x8x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0"
+    scale = "HMUL2.BF16_V2 R165, R165, R8.H0_H0"
+    waits = [f"WARPGROUP.DEPBAR.LE gsb0, 0x{pending}" for pending in (0, 1)]
+    assert decodes_under_way([product, scale])
+    assert decodes_under_way([product, waits[1], scale])
+    assert not decodes_under_way([scale, product, waits[0], scale])
 
 
 def test_an_overwritten_register_is_found():

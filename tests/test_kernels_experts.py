@@ -17,6 +17,7 @@ from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.model import feed_forward, ops
 from simplellm.model.kernels import experts as kernels
 from simplellm.model.kernels.experts import (
+    AHEAD,
     FP8_AHEAD,
     FP8_WAITING,
     FP8_WIDE,
@@ -31,7 +32,12 @@ from simplellm.model.kernels.experts import (
     round_tokens,
     tilings,
 )
-from simplellm.model.kernels.fragments import hidden_scale, prepare, repack
+from simplellm.model.kernels.fragments import (
+    SPARE,
+    hidden_scale,
+    prepare,
+    repack,
+)
 from simplellm.model.layers import Attention, Dense, Layer
 
 HIDDEN, INTERMEDIATE = 96, 64
@@ -61,6 +67,15 @@ def test_repacked_weights_are_the_same_numbers(interleaved, columns):
 def test_repacking_needs_no_more_memory():
     weight = random_weight(5, 64, 2880)
     assert repack(weight, interleaved=True).nbytes == weight.nbytes
+
+
+def test_what_is_loaded_beyond_the_last_row_is_zeros():
+    """Whatever was in that memory: zeros of x times an infinity would not be zero."""
+    fragments = repack(random_weight(5, 48, 96), interleaved=False)
+    for part, width in ((fragments.words, 128), (fragments.scales, 8)):
+        assert part.is_contiguous() and part.storage_offset() == 0
+        spare = part.as_strided((SPARE.value, width), (width, 1), part.numel())
+        assert not spare.any()
 
 
 def test_a_scale_that_is_too_large_is_refused():
@@ -326,7 +341,7 @@ def test_a_tiling_exists_for_every_number_of_tokens(tokens, experts):
     assert all(tiles.tokens >> (tiles.widths - 1) >= 8 for tiles in both)
 
 
-@pytest.mark.parametrize("tokens", [256, 4096, 16384])
+@pytest.mark.parametrize("tokens", [256, 2048, 4096, 16384])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_weights_are_decoded_ahead_where_that_is_safe(monkeypatch, tokens, fp8):
     monkeypatch.setattr(kernels, "decodes_ahead", lambda: False)
@@ -334,6 +349,7 @@ def test_weights_are_decoded_ahead_where_that_is_safe(monkeypatch, tokens, fp8):
     monkeypatch.setattr(kernels, "decodes_ahead", lambda: True)
     both = tilings.__wrapped__(tokens, 32, 4, fp8)
     assert both[0].ahead == (fp8 or tokens > 256)
+    assert fp8 or both[0].tokens == {256: 64, 2048: 128}.get(tokens, 256)
     assert both[0].tokens == both[1].tokens
 
 
@@ -353,13 +369,14 @@ def test_where_weights_may_be_decoded_ahead(monkeypatch, capability, version, ah
 
 
 def test_blocks_are_of_sizes_that_can_be_sorted():
-    more = [WIDE_AHEAD, FP8_AHEAD, FP8_WAITING, FP8_WIDE]
+    more = [AHEAD, WIDE_AHEAD, FP8_AHEAD, FP8_WAITING, FP8_WIDE]
     for tiling in [
         *more,
         *(tiling for *_, up, back in TILINGS for tiling in (up, back)),
     ]:
         assert tiling.tokens.bit_count() == 1
         assert tiling.tokens >> (tiling.widths - 1) >= 8
+        assert tiling.unroll * tiling.tiles <= 1 + SPARE.value
 
 
 def make_layer(mlp):

@@ -22,6 +22,7 @@ from simplellm.checkpoint.scaled import E4M3
 from simplellm.model.kernels.expert_blocks import ExpertBlocks, nearest
 from simplellm.model.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.model.kernels.fragments import (
+    SPARE,
     UNSHIFT,
     UNSHIFT_FP8,
     ExpertSizes,
@@ -69,7 +70,7 @@ def layout_barrier(weight):
 def multiply(
     x_ptr,
     x_rows,
-    valid,
+    loaded,
     words_ptr,
     scales_ptr,
     expert,
@@ -84,36 +85,35 @@ def multiply(
     PTX: tl.constexpr,
 ):
     """float32 [BLOCK_N, BLOCK_T]: this program's rows of the expert's weight times the
-    rows ``x_rows`` of x, which are ordinary numbers, or e4m3 in `fragment_order`.
+    rows ``x_rows`` of x, which are ordinary numbers, or e4m3 in `fragment_order`. Those
+    that aren't ``loaded`` are zeros.
 
     A weight's next TILES tiles are decoded at once. If AHEAD, that is while those
-    before are multiplied.
+    before are multiplied. Tiles beyond a row's end are of the next row, or of
+    `Fragments`'s spare ones: whatever they are, it is finite, and times zeros of x.
     """
+    tl.static_assert(UNROLL * TILES <= 1 + SPARE)
     FP8: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e4nv
     ROWS16: tl.constexpr = BLOCK_N // 16
     ROW_TILES: tl.constexpr = (K + 63) // 64
     MASKED: tl.constexpr = ROW_TILES % (UNROLL * TILES) != 0 or K % 64 != 0
     base = expert.to(tl.int64) * (N // 16) * ROW_TILES
     each = tl.arange(0, ROWS16 * TILES)
-    rows = tl.program_id(0) * ROWS16 + each // TILES
+    rows = tl.minimum(tl.program_id(0) * ROWS16 + each // TILES, N // 16 - 1)
     tiles = (rows * ROW_TILES + each % TILES)[:, None]
     words_ptrs = words_ptr + base * 128 + (tiles * 128 + tl.arange(0, 128))
     scales_ptrs = scales_ptr + base * 8 + (tiles * 8 + tl.arange(0, 8))
     columns = tl.arange(0, 64 * TILES)
     x_ptrs = x_ptr + (x_rows[None, :] * K + columns[:, None])
-    # How many tiles each one's row has from it on
-    ends = tl.where(rows < N // 16, ROW_TILES - each % TILES, 0)[:, None]
     out = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for start in tl.range(0, ROW_TILES, UNROLL * TILES, num_stages=STAGES):
         for part in tl.static_range(UNROLL):
             tile = start + part * TILES
-            here = ends > 0
-            inside = valid[None, :]
+            inside = loaded[None, :]
             if MASKED:
-                here = ends > tile
                 inside = inside & (columns < K - tile * 64)[:, None]
-            words = tl.load(words_ptrs + tile * 128, here, 0)
-            scales = tl.load(scales_ptrs + tile * 8, here, 0)
+            words = tl.load(words_ptrs + tile * 128)
+            scales = tl.load(scales_ptrs + tile * 8)
             x = tl.load(x_ptrs + tile * 64, inside, 0.0)
             if FP8:
                 weight = decode_fp8(words, scales, TILES, PTX)
@@ -150,6 +150,7 @@ def multiply_block(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    FULL: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -158,17 +159,21 @@ def multiply_block(
     HIDDEN_SCALE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """BLOCK_N rows for the pairs from ``first`` to ``end`` or BLOCK_T of them."""
+    """BLOCK_N rows for the pairs from ``first`` to ``end`` or BLOCK_T of them, which
+    is known if the block is FULL."""
     positions = first + tl.arange(0, BLOCK_T)
     valid = positions < end
-    pairs = tl.load(pairs_ptr + positions, valid, 0)
+    loaded = valid
+    if FULL:  # Nothing is left to ask at each load.
+        loaded = tl.full((BLOCK_T,), True, tl.int1)
+    pairs = tl.load(pairs_ptr + positions, loaded, 0)
     if INTERLEAVED:
         x_rows = pairs // TOP_K
     else:
         x_rows = positions
         scores = tl.load(scores_ptr + pairs, valid, 0).to(tl.float32)
     out = multiply(
-        *(x_ptr, x_rows, valid, words_ptr, scales_ptr, expert),
+        *(x_ptr, x_rows, loaded, words_ptr, scales_ptr, expert),
         *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, AHEAD, TILES, PTX),
     )
     if x_scales_ptr is not None:
@@ -250,13 +255,24 @@ def experts_kernel(
     first = tl.load(blocks_ptr + 2 * block + 1)
     end = tl.load(offsets_ptr + expert + 1)
     count = tl.minimum(end - first, BLOCK_T)
+    SELDOM_FULL: tl.constexpr = BLOCK_T < 64
+    if SELDOM_FULL:
+        pass
+    elif count == BLOCK_T:
+        multiply_block(
+            *(x_ptr, x_scales_ptr, words_ptr, scales_ptr, bias_ptr, scores_ptr),
+            *(pairs_ptr, out_ptr, expert, first, end, LIMIT, ALPHA, TOP_K, N, K),
+            *(BLOCK_N, BLOCK_T, True, UNROLL, STAGES, AHEAD, TILES, INTERLEAVED),
+            *(HIDDEN_SCALE, PTX),
+        )
+        count -= BLOCK_T  # and none is left
     for level in tl.static_range(WIDTHS):
         if nearest(count, BLOCK_T >> level, level == WIDTHS - 1):
             multiply_block(
                 *(x_ptr, x_scales_ptr, words_ptr, scales_ptr, bias_ptr, scores_ptr),
                 *(pairs_ptr, out_ptr, expert, first, end, LIMIT, ALPHA, TOP_K, N, K),
-                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, AHEAD, TILES, INTERLEAVED),
-                *(HIDDEN_SCALE, PTX),
+                *(BLOCK_N, BLOCK_T >> level, False, UNROLL, STAGES, AHEAD, TILES),
+                *(INTERLEAVED, HIDDEN_SCALE, PTX),
             )
 
 
@@ -299,9 +315,10 @@ TILINGS: tuple[tuple[float, float, Tiling, Tiling], ...] = (
 
 # Pairs an expert from which on a way is the fastest, on an H200 at its power limit on
 # 2026-11-30. Where weights are decoded ahead, a block may have 256.
-WIDE_FROM = 384  # WIDE_AHEAD
+WIDE_FROM = 384  # WIDE_AHEAD, before it AHEAD, if WIDE would do
 FP8_PAIRS = 48  # those that are rounded
 FP8_WIDE_FROM = 192  # FP8_WIDE, before it FP8_AHEAD; FP8_WAITING where none are ahead
+AHEAD = WIDE._replace(ahead=True)
 WIDE_AHEAD = Tiling(rows=128, tokens=256, widths=4, stages=3, warps=8, ahead=True)
 FP8_WIDE = WIDE_AHEAD._replace(widths=5, tiles=2)
 FP8_AHEAD = Tiling(rows=128, tokens=128, widths=4, stages=3, tiles=2, ahead=True)
@@ -341,10 +358,12 @@ def tilings(
         if decodes_ahead():
             tiling = FP8_WIDE if mean >= FP8_WIDE_FROM else FP8_AHEAD
         return tiling, tiling
-    if mean >= WIDE_FROM and decodes_ahead():
-        return WIDE_AHEAD, WIDE_AHEAD
     fits = ((up, back) for u, m, up, back in TILINGS if used <= u and mean <= m)
-    return next(fits)
+    both = next(fits)
+    if WIDE in both and decodes_ahead():
+        tiling = WIDE_AHEAD if mean >= WIDE_FROM else AHEAD
+        return tiling, tiling
+    return both
 
 
 @cache

@@ -43,6 +43,7 @@ UNSHIFT_FP8 = tl.constexpr(2.0 ** (SHIFT - SHIFT_FP8))
 SCALES_FP8 = 98 + SHIFT, 124 + SHIFT  # the e8m0 bytes for which that is so
 SIGN_BITS = 0x80808080  # of four numbers of 8 bits
 WORD = 0xFFFFFFFF
+SPARE = tl.constexpr(2)  # tiles of zeros behind a weight's last row
 
 
 @triton.jit
@@ -126,12 +127,18 @@ class Fragments:
     def empty(
         cls, shape: tuple[int, ...], interleaved: bool, device: torch.device
     ) -> "Fragments":
-        """Room for a weight of this shape, [E, N, K]."""
+        """Room for a weight of this shape, [E, N, K], and spare tiles behind it."""
         experts, rows, columns = shape
         tiles = experts, rows // 16, -(-columns // 64)
-        words = torch.empty(*tiles, 128, dtype=torch.int32, device=device)
-        scales = torch.empty(*tiles, 8, dtype=torch.int32, device=device)
-        return cls(words, scales, columns, interleaved)
+        count = math.prod(tiles)
+
+        def room(width: int) -> Tensor:
+            spared = count + SPARE.value, width
+            whole = torch.empty(spared, dtype=torch.int32, device=device)
+            whole[count:] = 0
+            return whole[:count].view(*tiles, width)
+
+        return cls(room(128), room(8), columns, interleaved)
 
     @cached_property  # four launches a layer ask for it
     def shape(self) -> tuple[int, int, int]:
