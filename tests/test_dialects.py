@@ -219,6 +219,22 @@ def test_mistrals_own_file_will_do(tekken: tuple[Tokenizer, Any], text: str) -> 
     assert tokenizer.encode("[INST]", special=True) == [3] != tokenizer.encode("[INST]")
 
 
+def test_the_first_of_mistrals_files_list_no_control_tokens(tmp_path: Path) -> None:
+    """NeMo's and Pixtral's; they are those that later files begin with."""
+    tekken_file(tmp_path)
+    file = tmp_path / "tekken.json"
+    tekken = json.loads(file.read_text())
+    del tekken["special_tokens"]
+    file.write_text(json.dumps(tekken))
+    mistral = replace(TINY, model_type="mistral", vocab_size=1000)
+    tokenizer, dialect = load_tokenizer_and_dialect(FolderFiles(tmp_path), mistral)
+    assert tokenizer is not None and dialect.begin == (1,)
+    text = "<s>[INST]a[/INST]b</s>[TOOL_CONTENT]"
+    ids = tokenizer.encode(text, special=True)
+    assert [id for id in ids if id < 100] == [1, 3, 4, 2, 19]
+    assert tokenizer.decode(ids) == text
+
+
 def test_what_no_token_spells_is_left_out(opened: Opened, tmp_path: Path) -> None:
     """As transformers leaves it out, but for an unknown token that controls."""
     tokenizer, _, _, folder = opened["smollm"]

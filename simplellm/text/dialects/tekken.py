@@ -9,6 +9,13 @@ from simplellm.text.dialects.encoder import field_of
 from simplellm.text.tokenizer import printed_bytes
 
 BEGIN = "<s>"  # in front of every text that is no chat
+# In order of their ids, what the first files, Mistral NeMo's and Pixtral's, take for
+# granted. Later ones list theirs.
+TAKEN_FOR_GRANTED = (
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] "
+    "[/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] "
+    "[SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+).split()
 
 
 def tekken_data(tekken: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,10 +35,10 @@ def tekken_data(tekken: Mapping[str, Any]) -> dict[str, Any]:
             field_of("", tekken, "vocab", list)[: count - first]
         )
     }
-    special = {
-        token["token_str"]: token["rank"]
-        for token in field_of("", tekken, "special_tokens", list)
-    }
+    special = {name: id for id, name in enumerate(TAKEN_FOR_GRANTED)}
+    if tekken.get("special_tokens") is not None:
+        listed = field_of("", tekken, "special_tokens", list)
+        special = {token["token_str"]: token["rank"] for token in listed}
     pattern = {"Regex": config.get("pattern")}
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
