@@ -472,6 +472,29 @@ def test_the_best_pieces_are_merged_first() -> None:
         assert Tokenizer.from_str(json.dumps(data)).encode("abc").tokens == expected
 
 
+def test_a_text_gets_a_space_in_front() -> None:
+    """Whatever it begins with, as of Llama 2 and Phi-3 in llama.cpp and on the hub; in
+    Mistral's later files only the first one, unless it has a space."""
+    pieces = ["<unk>", "\u2581", "a", "\u2581a", "<s>"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [2, 1, 1, 1, 3],
+    }
+    later = {
+        "tokenizer.ggml.tokens": [*pieces, "[INST]"],
+        "tokenizer.ggml.token_type": [2, 1, 1, 1, 3, 3],
+    }
+    bare = {"tokenizer.ggml.add_space_prefix": False}
+    for more, texts in (
+        ({}, {"a": [3], " a": [1, 3], "<s>a": [4, 3], "<s> a": [4, 1, 3]}),
+        (later, {"a": [3], " a": [3], "<s>a": [4, 2], "<s> a": [4, 3]}),
+        (bare, {"a": [2], " a": [3], "<s>a": [4, 2], "<s> a": [4, 3]}),
+    ):
+        made = Tokenizer.from_str(json.dumps(tokenizer_data({**metadata, **more})))
+        assert {text: made.encode(text).ids for text in texts} == texts
+
+
 def sentencepiece_ids(text: str, ids: dict[str, int]) -> list[int]:
     """SentencePiece's algorithm, as its paper has it: merge the best pair, again."""
     pieces = list(text)

@@ -205,7 +205,14 @@ def sentencepiece(
     """The parts of a tokenizer.json that merges characters, or else has their bytes."""
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    words = {"type": "Metaspace", "replacement": SPACE, "split": False}
+    steps = [spaces]
+    begin = None
+    if prefix and "[INST]" in dict(vocabulary.of(CONTROL)):
+        # Mistral's third and later, whose templates have a space behind such tokens
+        words = {"type": "Metaspace", "replacement": SPACE, "split": False}
+        steps, begin = [], {**words, "prepend_scheme": "first"}
+    elif prefix:  # in front of each text, also behind a control token
+        steps.insert(0, {"type": "Prepend", "prepend": SPACE})
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
     count = len(vocabulary.tokens)
@@ -220,8 +227,8 @@ def sentencepiece(
         for text, id in vocabulary.of(NORMAL, USER_DEFINED)
     ]
     return {
-        "normalizer": None if prefix else spaces,
-        "pre_tokenizer": {**words, "prepend_scheme": "first"} if prefix else None,
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": begin,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",
