@@ -730,6 +730,13 @@ LOOKING = (
     "{% set n = namespace(s='<think>') %}{{ m.content.startswith(n.s) }}{{ n.s == 1 }}",
     "{{ m }}{{ m|string }}{{ 'a' ~ m ~ [m.content] }}{{ [m]|string|length }}",
     "{% generation %}{% set x = m.content ~ '<b>' %}{{ x }}{% endgeneration %}{{ x }}",
+    # Also in a text of which it has written a part itself, as Nemotron's does
+    "{% set c = '<i></i>' ~ m.content %}{{ c.split('</i>')[-1] }}{{ c.rsplit('>', 1) }}"
+    "{{ c.partition('<b') }}{{ c.partition('none') }}{{ c.split('>', maxsplit=2) }}",
+    "{% set c = m.content ~ ' <b>' %}{{ c.replace('<b>', '!') }}"
+    "{{ c|replace('<b>', '<', 1) }}{{ c.removeprefix('<b') }}{{ c.rpartition('>')[0] }}"
+    "{{ c.removesuffix('>') }}{{ c.removesuffix('no') }}{{ c.split() }}"
+    "{{ 121|replace(1, '<')|replace('<', 3) }}",
 )
 
 

@@ -22,13 +22,13 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MOST_SECONDS = 10.0
-# The methods of texts, and filters, whose arguments, or of "replace" the first one, are
-# looked for in a text. Of the first ones it doesn't matter who has written the text.
+# The methods of texts, and filters, whose arguments are looked for in a text. Of the
+# first ones it doesn't matter who has written the text; the second ones cut it.
 SEARCHES = frozenset("count endswith find index rfind rindex startswith".split())
-LOOKING = SEARCHES | frozenset(
-    "partition reject rejectattr removeprefix removesuffix replace rpartition rsplit "
-    "select selectattr split".split()
+CUTS = frozenset(
+    "partition removeprefix removesuffix replace rpartition rsplit split".split()
 )
+LOOKING = SEARCHES | frozenset("reject rejectattr select selectattr".split())
 
 
 class GenerationTag(Extension):
@@ -59,20 +59,21 @@ class TemplateAdapter(NodeTransformer):
                 node.args = [filtered(one, "hide") for one in node.args]
             case nodes.Concat():
                 node.nodes = [filtered(one, "string") for one in node.nodes]
+            case nodes.Filter(node=nodes.Expr() as text, name="replace"):
+                some = [filtered(one, "string") for one in node.args[:2]]
+                node.args = [nodes.Const(node.name), *some, *node.args[2:]]
+                node.node, node.name = filtered(text, "string"), "cut"
             case nodes.Filter(name=name) if name in LOOKING:
-                node.args = looked_for(node.args, name)
+                node.args = [filtered(one, "hide") for one in node.args]
+            case nodes.Call(node=nodes.Getattr(attr=name) as method) if name in CUTS:
+                given = node.kwargs, node.dyn_args, node.dyn_kwargs
+                named = [nodes.Const(name), *node.args]
+                return nodes.Filter(method.node, "cut", named, *given)
             case nodes.Call(node=nodes.Getattr(attr=name) as method):
-                if name in LOOKING:
-                    node.args = looked_for(node.args, name)
                 if name in SEARCHES:
+                    node.args = [filtered(one, "hide") for one in node.args]
                     method.node = filtered(method.node, "hide")
         return node
-
-
-def looked_for(arguments: list[nodes.Expr], name: str) -> list[nodes.Expr]:
-    """The arguments of one of LOOKING, with what it looks for as messages have it."""
-    count = 1 if name == "replace" else len(arguments)
-    return [*(filtered(one, "hide") for one in arguments[:count]), *arguments[count:]]
 
 
 def filtered(node: nodes.Node, name: str) -> nodes.Filter:
@@ -138,6 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.shown = {stand_in: char for char, stand_in in hidden.items()}
         self.filters |= {"tojson": tojson, "in_time": self.in_time}
         self.filters |= {"hide": self.hide, "string": lambda x: str(self.written(x))}
+        self.filters["cut"] = self.cut
         self.globals |= {
             "raise_exception": raise_exception,
             "strftime_now": strftime_now,
@@ -155,6 +157,32 @@ class Sandbox(ImmutableSandboxedEnvironment):
             some = map(self.hide, value)
             return [*some] if isinstance(value, list) else tuple(some)
         return value
+
+    def cut(self, text: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """What the method ``name``, one of CUTS, makes of ``text``.
+
+        What it looks for is found whoever wrote it, a template or a message, and what
+        is left of the text stays as it is.
+        """
+        self.in_time()
+        look = self.hide(args[0]) if args else None
+        alike = self.hide(text)
+        if not isinstance(text, str) or alike == text or not look:
+            args = (look, *args[1:]) if args else ()
+            return self.getattr(text, name)(*args, **kwargs)
+        rest = args[1:]
+        if name == "replace":
+            parts, rest = alike.split(look, *rest[1:]), rest[:1]
+        else:
+            parts = getattr(alike, name)(look, *rest, **kwargs)
+        if isinstance(parts, str):  # its prefix or suffix is gone, or isn't there
+            begin = len(text) - len(parts) if name == "removeprefix" else 0
+            return text[begin : begin + len(parts)]
+        gap, at, found = 0 if "partition" in name else len(look), 0, []
+        for part in parts:
+            found.append(text[at : at + len(part)])
+            at += len(part) + gap
+        return rest[0].join(found) if name == "replace" else type(parts)(found)
 
     def written(self, value: Any) -> Any:
         """``value`` as it is written: a list or an object as Python has it."""
