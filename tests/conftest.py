@@ -1,6 +1,7 @@
 """What tests share: the device that kernels are tested on, a model, its server."""
 
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -21,6 +22,12 @@ settings.load_profile("patient")
 
 NEED_TRITON = ["test_kernels_*.py", "test_drawings.py"]
 collect_ignore_glob = [] if find_spec("triton") else NEED_TRITON
+
+
+def pytest_configure() -> None:
+    """Ctrl-C interrupts, also where a shell has had it ignored: behind nohup or &."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
