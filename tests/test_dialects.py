@@ -737,6 +737,11 @@ LOOKING = (
     "{{ c|replace('<b>', '<', 1) }}{{ c.removeprefix('<b') }}{{ c.rpartition('>')[0] }}"
     "{{ c.removesuffix('>') }}{{ c.removesuffix('no') }}{{ c.split() }}"
     "{{ 121|replace(1, '<')|replace('<', 3) }}",
+    "{% filter replace('<b>', '!') %}<b>{{ m.content }}{% endfilter %}"
+    "{{ m.content|replace(new='!', old='<b>') }}{{ m.content|replace('<', '', none) }}"
+    "{{ m.content|replace('<', '', count=1) }}{{ ('<' ~ m.content).split(sep='<b') }}",
+    "{% macro f(a) %}{{ a }}{{ caller() }}{% endmacro %}"
+    "{% set n = namespace(split=f) %}{% call n.split('a') %}x{% endcall %}",
 )
 
 
@@ -853,6 +858,10 @@ HARMFUL = {
     "a macro": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "attributes": "{{ messages.__class__.__mro__ }}",
     "attributes of a namespace": "{{ namespace(__class__=1) }}",
+    "a format that reads attributes": (
+        "{{ ('<{0.__globals__}' ~ messages)|cut('format', raise_exception) }}"
+    ),
+    "such a format by its name": "{{ ['<{0}']|map('cut', 'format', 1)|list }}",
     "changes": "{{ messages.append(1) }}",
     "other files": "{% include 'x' %}",
     "its own wish": "{{ raise_exception('no, thanks') }}",

