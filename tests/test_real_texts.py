@@ -20,9 +20,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from simplellm.base.config import ParameterError
 from simplellm.base.files import FolderFiles
 from simplellm.checkpoint.gguf.container import open_container
-from simplellm.checkpoint.gguf.tokens import GGUFFiles, tokenizer_data
-from simplellm.text.dialects.dialect import open_family
-from simplellm.text.dialects.dialect import tokenizer_data as data_of
+from simplellm.checkpoint.gguf.tokens import GGUFFiles
+from simplellm.text.dialects.dialect import open_family, tokenizer_data
 from simplellm.text.dialects.template import function_of
 from simplellm.text.harmony import Message, Tool
 from simplellm.text.tokenizer import TokenizerError
@@ -75,9 +74,9 @@ def test_ids_are_those_that_llama_cpp_expects(
         files = GGUFFiles(open_container(vocabulary), {})
         if name in UNKNOWN:
             with pytest.raises(TokenizerError, match="expected one of"):
-                data_of(files)
+                tokenizer_data(files)
             continue
-        data = data_of(files)
+        data = tokenizer_data(files)
         assert data is not None
         tokenizer, _ = open_family(files, data)
         expected = Path(f"{vocabulary}.out").read_text("utf-8").splitlines()
@@ -95,7 +94,8 @@ def test_prompts_are_those_that_transformers_writes(
 ) -> None:
     """Refused are tools of which a template writes nothing, and what fails there."""
     names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    qwen = tokenizer_data(open_container(models / "ggml-vocab-qwen2.gguf").metadata)
+    vocabulary = open_container(models / "ggml-vocab-qwen2.gguf")
+    qwen = tokenizer_data(GGUFFiles(vocabulary, {}))
     assert qwen is not None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
     same = templates = 0
@@ -170,7 +170,7 @@ def test_ids_are_those_of_mistrals_files(
     )
     (tmp_path / "tekken.json").write_text(json.dumps(tekken))
     files = FolderFiles(tmp_path)
-    data = data_of(files)
+    data = tokenizer_data(files)
     assert data is not None
     tokenizer, dialect = open_family(files, data)
     config = tekken["config"]

