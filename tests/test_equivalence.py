@@ -217,6 +217,8 @@ def guess_with(
     """
     head, draft, passes = proposer.head, proposer._draft, itertools.count()
     likeliest = head.draft
+    # Ranks draft on threads: from one generator they would draw in no fixed order.
+    chance = random.Random(prophet.chance.random())
 
     def begin(count: int, number: int) -> None:
         nonlocal passes
@@ -230,7 +232,7 @@ def guess_with(
         for number, row in row_of().items():
             request = scheduler.requests.get(number)
             place = int(proposer.positions[row]) + behind
-            if request is None or prophet.chance.random() < 0.15:
+            if request is None or chance.random() < 0.15:
                 continue
             prompt = tuple(request.tokens[: request.num_prompt])
             params = replace(request.params, seed=request.seed)
