@@ -221,6 +221,62 @@ def add_tokenizer(
         writer.add_chat_template(template)
 
 
+def k_scales(most: Any) -> tuple[Any, Any]:
+    """Numbers [B, 8] in 6 bits, and the float16 [B] that they are multiples of."""
+    step = np.float16(most.max(1) / 63)
+    return np.rint(most / np.maximum(step, np.float16(1e-7))[:, None]).astype(int), step
+
+
+def quantize_k(numbers: Any, five: bool) -> Any:
+    """Rows of 256 n numbers as Q4_K, or Q5_K: each block of 32 has 16 or 32 steps."""
+    blocks = numbers.reshape(-1, 8, 32)
+    least = np.minimum(blocks.min(2), 0)
+    scales, step = k_scales((blocks.max(2) - least) / (31 if five else 15))
+    offsets, low = k_scales(-least)
+    each, bottom = scales * step[:, None], offsets * low[:, None].astype(np.float32)
+    each = np.maximum(each, 1e-7)[..., None]
+    values = np.rint((blocks + bottom[..., None]) / each)
+    values = values.clip(0, 31 if five else 15).astype(np.uint8)
+    upper = scales[:, 4:] & 15 | (offsets[:, 4:] & 15) << 4
+    parts = [scales[:, :4] | scales[:, 4:] >> 4 << 6]
+    parts += [offsets[:, :4] | offsets[:, 4:] >> 4 << 6, upper]
+    high = (values >> 4 << np.arange(8)[:, None]).sum(1) if five else values[:, 0, :0]
+    pairs = (values & 15).reshape(-1, 4, 2, 32)
+    body = [*parts, high, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)]
+    floats = np.stack([step, low], 1).view(np.uint8)
+    packed = np.concatenate([floats, *(part.astype(np.uint8) for part in body)], 1)
+    return packed.reshape(*numbers.shape[:-1], -1)
+
+
+def quantize_6k(numbers: Any) -> Any:
+    """Rows of 256 n numbers as Q6_K: each 16 have 64 steps, of a scale in 8 bits."""
+    blocks = numbers.reshape(-1, 16, 16)
+    most = np.abs(blocks).max(2) / 31
+    step = np.maximum(most.max(1) / 127, 1e-6).astype(np.float16)
+    scales = np.rint(most / step[:, None]).astype(np.int8)
+    each = np.maximum(scales * step[:, None].astype(np.float32), 1e-9)[..., None]
+    values = (np.rint(blocks / each).clip(-32, 31) + 32).astype(np.uint8)
+    halves = values.reshape(-1, 2, 4, 32)  # 128 numbers each, in quarters
+    low, high = halves & 15, halves >> 4
+    lower = np.concatenate(
+        [low[:, :, 0] | low[:, :, 2] << 4, low[:, :, 1] | low[:, :, 3] << 4], 2
+    )
+    upper = (high << 2 * np.arange(4, dtype=np.uint8)[:, None]).sum(2)
+    parts = lower.reshape(-1, 128), upper.astype(np.uint8).reshape(-1, 64)
+    ends = scales.view(np.uint8), step[:, None].view(np.uint8)
+    packed = np.concatenate([*parts, *ends], 1)
+    return packed.reshape(*numbers.shape[:-1], -1)
+
+
+def quantize(numbers: Any, kind: str) -> Any:
+    """``numbers`` [..., n] as ggml stores them; of K-quants, the package has none."""
+    if kind in ("Q4_K", "Q5_K"):
+        return quantize_k(numbers, kind == "Q5_K")
+    if kind == "Q6_K":
+        return quantize_6k(numbers)
+    return gguf.quantize(numbers, GGMLQuantizationType[kind])
+
+
 def write_gguf(
     path: Path,
     folder: Path,
@@ -247,7 +303,7 @@ def write_gguf(
         kind_of = type_of(name, tensor) if tensor.ndim > 1 else "F32"
         number = GGMLQuantizationType[kind_of]
         numbers = tensor.float().contiguous().numpy()
-        data = gguf.quantize(numbers, number)
+        data = quantize(numbers, kind_of)
         writer.add_tensor(name, data, raw_dtype=number)
         meant[name] = torch.from_numpy(gguf.dequantize(data, number).copy())
         meant[name] = meant[name].view(tensor.shape)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -41,6 +42,7 @@ from simplellm.api.load import read_weights
 from simplellm.apps.info import describe
 from simplellm.apps.quantize import quantize_checkpoint
 from simplellm.base.config import CheckpointError, ConfigError
+from simplellm.checkpoint.gguf.blocks import MIDDLES
 from simplellm.checkpoint.gguf.container import TYPES, open_container
 from simplellm.checkpoint.gguf.metadata import read_gguf_config
 from simplellm.checkpoint.gguf.source import GGUFCheckpoint
@@ -799,8 +801,9 @@ def test_info_says_what_becomes_of_the_numbers(llama: Path, tmp_path: Path) -> N
     write_gguf(path, llama, lambda name, tensor: types.get(name, "Q8_0"))
     text = "\n".join(describe(str(path)))
     assert "GGUF files: 1" in text
-    assert "Q4_0, Q5_1 become bfloat16 on a GPU, float32 on a CPU" in text
-    assert "CPU with AVX2 multiplies Q4_0 and Q8_0 as is" in " ".join(text.split())
+    said = " ".join(text.split())
+    assert "Q4_0, Q5_1 become bfloat16 on a GPU, float16 or float32 on a CPU" in said
+    assert "a CPU with AVX2 may keep Q4_0, Q5_1, Q8_0 packed" in said
     assert max(map(len, text.splitlines()[1:])) <= 80
     rows = {line.split()[0]: line for line in text.splitlines() if line}
     assert rows["attention"].split()[1] == "Q8_0"
@@ -861,18 +864,24 @@ def test_files_in_a_folder_and_other_files_are_told_apart(
         quantize_checkpoint(llama / "model.gguf", tmp_path / "out", "int8")
 
 
-def test_without_the_library_numbers_that_are_kept_still_load(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("packed", [False, True])
+def test_without_the_library_most_numbers_load(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small, path = tmp_path / "small.gguf", tmp_path / "model.gguf"
-    kept = re.compile(r"blk\.")
-    write_gguf(small, llama, lambda name, t: "Q8_0" if kept.match(name) else "F16")
-    write_gguf(path, llama, lambda name, tensor: "Q4_0")
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
+    model = case("Llama", num_attention_heads=8, head_dim=32, **sizes)
+    write(tmp_path, model.build())
+    kinds = iter(10 * [*MIDDLES])
+    path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    write_gguf(path, tmp_path, lambda name, tensor: next(kinds))
+    write_gguf(other, tmp_path, lambda name, tensor: "Q6_K")
     find = importlib.util.find_spec
     monkeypatch.setattr(
         "simplellm.checkpoint.gguf.source.find_spec",
         lambda name: None if name == "gguf" else find(name),
     )
-    GGUFCheckpoint(small)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    source = GGUFCheckpoint(path, packed=packed)
+    assert all(source[name] is not None for name in source.names())
     with pytest.raises(CheckpointError, match=r"pip install 'simplellm\[gguf\]'"):
-        GGUFCheckpoint(path)
+        GGUFCheckpoint(other, packed=packed)

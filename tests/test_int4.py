@@ -1,17 +1,18 @@
-"""Weights of 4 bits that a CPU multiplies as they are."""
+"""Weights of a GGUF file that a CPU multiplies in 4 bits, or in float16."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
-from families import case, write
+from families import Case, case, sparse, write
 from gguf import GGMLQuantizationType
 from gguf_files import write_gguf
-from test_gguf import IDS, MODELS, SIZES, Written, random_blocks, worst
+from test_gguf import GPT_OSS, IDS, MODELS, Written, random_blocks, worst
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,24 +20,27 @@ from simplellm import LLM, EngineConfig
 from simplellm.api import choose_operations
 from simplellm.api.load import read_weights
 from simplellm.checkpoint import int4
-from simplellm.checkpoint.gguf.packed import READERS, pack_rows
+from simplellm.checkpoint.cpu_weights import PackedExperts
+from simplellm.checkpoint.float16 import Float16
+from simplellm.checkpoint.gguf import packed as packed_module
+from simplellm.checkpoint.gguf.packed import ADDENDS, codes_of
 from simplellm.checkpoint.gguf.source import GGUFCheckpoint
 from simplellm.checkpoint.int4 import (
     MAX_PACKED_TOKENS,
     ROWS,
     Int4,
     as_bfloat16,
-    dequantized_bytes,
-    has_float16_product,
     has_int4_product,
 )
-from simplellm.model.layers import Dense
+from simplellm.checkpoint.scaled import Scaled
+from simplellm.model.layers import Experts
 from simplellm.model.memory import Need
+from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
 from simplellm.server.remote.client import RemoteEngine, load_remote
 from simplellm.server.start import spawn
 
-KINDS = list(READERS)
+KINDS = list(ADDENDS)
 ULP = 2**-7  # of bfloat16, at most
 
 
@@ -47,20 +51,21 @@ def packing() -> None:
 
 
 def weights(kind: str, rows: int, columns: int) -> tuple[Tensor, Int4, Int4]:
-    """A weight's numbers as ggml says, and packed, without and with numbers."""
+    """A weight's numbers as ggml says, and packed, without and with numbers.
+
+    Of K-quants, whose blocks are eight times as wide, with so many times the columns.
+    """
+    columns *= 8 if kind.endswith("_K") else 1
     blocks = random_blocks(kind, rows, columns)
     meant = torch.from_numpy(gguf.dequantize(blocks, GGMLQuantizationType[kind]))
-    bits = torch.from_numpy(blocks)
-    return meant, pack_rows(bits, kind, False), pack_rows(bits, kind, True)
+    codes = codes_of(torch.from_numpy(blocks), kind)
+    return meant, Int4.of(codes, False), Int4.of(codes, True)
 
 
 def numbers(weight: Int4) -> Tensor:
     """What is kept of it for many tokens, float32 [out, in]."""
-    kept = weight.dequantized
-    if isinstance(kept, Tensor):
-        return kept
-    found: Tensor = torch.ops.quantized.linear_unpack_fp16(kept)[0].float()
-    return found
+    assert weight.dequantized is not None
+    return weight.dequantized.dequantize()
 
 
 def inputs(rows: int, columns: int) -> Tensor:
@@ -89,11 +94,11 @@ def test_products_are_those_of_the_numbers(
     kind: str, rows: int, columns: int, packing: None
 ) -> None:
     _, packed, with_numbers = weights(kind, rows, columns)
-    bias = inputs(1, rows)[0]
+    bias, columns = inputs(1, rows)[0], packed.shape[1]
     for count in (1, 2, 5, MAX_PACKED_TOKENS, MAX_PACKED_TOKENS + 1, 40):
         x = inputs(count, columns)
         exact = functional.linear(as_bfloat16(x), numbers(with_numbers))
-        size = float(exact.std())
+        size = float(exact.std()) * ADDENDS[kind]  # each of which is rounded
         for weight in (packed, with_numbers):
             found = weight.product(x)
             assert found.dtype == torch.float32
@@ -101,63 +106,84 @@ def test_products_are_those_of_the_numbers(
             assert torch.equal(weight.product(x, bias), found + bias)
 
 
-def test_without_float16_products_numbers_are_kept_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on a processor that FBGEMM has no kernels for."""
-    weight, x = torch.randn(64, 96), inputs(9, 96)
-    monkeypatch.setattr(int4, "has_float16_product", lambda: False)
-    assert int4.keep_numbers(weight) is weight and dequantized_bytes(10) == 40
-    assert torch.equal(int4.kept_product(x, weight), functional.linear(x, weight))
-
-
-@pytest.mark.parametrize("count", [1, 9, 64, 200])
-def test_float16_products_are_those_of_the_rounded_numbers(count: int) -> None:
-    if not has_float16_product():
-        pytest.skip("PyTorch has no product with float16 weights for this processor")
-    weight, x = torch.randn(64, 96) / 10, inputs(count, 96)
-    found = int4.kept_product(x, int4.keep_numbers(weight))
-    exact = functional.linear(x.double(), weight.half().double())
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
-    assert dequantized_bytes(10) == 20
-
-
 @pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_the_same_in_any_company(kind: str, packing: None) -> None:
     _, packed, with_numbers = weights(kind, 80, 256)
-    x = inputs(40, 256)
+    x = inputs(40, packed.shape[1])
     alone = torch.cat([packed.product(row[None]) for row in x])
     assert torch.equal(packed.product(x), alone)
-    if with_numbers.parts:
-        x, alone = x[:MAX_PACKED_TOKENS], alone[:MAX_PACKED_TOKENS]
-    else:
-        alone = torch.cat([with_numbers.product(row[None]) for row in x])
-    for count in range(1, len(x) + 1):
+    for count in range(1, MAX_PACKED_TOKENS + 1):
         assert torch.equal(with_numbers.product(x[:count]), alone[:count])
 
 
-@pytest.mark.bits
-def test_rows_have_the_same_bits_however_many_float16_multiplies() -> None:
-    if not has_float16_product():
-        pytest.skip("PyTorch has no product with float16 weights for this processor")
-    kept, x = int4.keep_numbers(torch.randn(80, 96)), inputs(int4.FEW, 96)
-    every = int4.kept_product(x, kept)
-    for count in range(1, int4.FEW + 1):
-        assert torch.equal(int4.kept_product(x[:count], kept), every[:count])
+def q4_k_m(name: str, tensor: Tensor) -> str:
+    """The mixture that llama.cpp calls Q4_K_M, more or less."""
+    finer = "attn_v" in name or "token_embd" in name or name == "blk.0.ffn_down.weight"
+    return "Q6_K" if finer else "Q4_K"
 
 
-@pytest.mark.parametrize("name", ["Llama", "Llama tied", "Qwen3"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_as_near_as_in_bfloat16(
-    name: str, kind: str, packing: None, tmp_path: Path
-) -> None:
-    written = Written(name, tmp_path, lambda name, tensor: kind)
-    source = GGUFCheckpoint(written.path, packed=True)
-    model = read_weights(source, torch.float32, torch.device("cpu"), PLAIN)
+STORED: dict[str, Callable[[str, Tensor], str]] = {
+    **{kind: lambda *_, kind=kind: kind for kind in (*KINDS, "Q6_K")},
+    "Q4_K_M": q4_k_m,
+}
+
+
+@pytest.fixture(params=["numbers kept", "numbers not kept"])
+def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    kept = request.param == "numbers kept"
+    if not kept:
+        monkeypatch.setattr(packed_module, "MAX_DEQUANTIZED", 0)
+    return kept
+
+
+def wide_model(kind: str) -> Case:
+    """A model that K-quants have blocks for."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
+    sizes |= {"num_attention_heads": 8, "head_dim": 32, "vocab_size": 7 * ROWS}
+    if kind == "experts":
+        sizes |= {"norm_topk_prob": True, "moe_intermediate_size": 256}
+        return sparse("Qwen3Moe", **sizes)
+    if kind == "gpt-oss":
+        return case("GptOss", sliding_window=8, **sizes, **GPT_OSS)
+    return case("Llama", tie_word_embeddings=kind == "tied", **sizes)
+
+
+WIDE = "dense", "tied", "experts", "gpt-oss"
+
+
+@pytest.fixture(autouse=True)
+def wide_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in WIDE:
+        monkeypatch.setitem(MODELS, kind, lambda kind=kind: wide_model(kind))
+
+
+def of_layers(model: Any) -> list[Any]:
+    """The matrices of a model's layers that may be packed."""
+    found = []
     for layer in model.layers:
-        assert isinstance(layer.attn.qkv, Int4) and isinstance(layer.attn.o, Int4)
-    assert model.embed_tokens.dtype == torch.float32
+        found += [layer.attn.qkv, layer.attn.o, layer.mlp.gate_up, layer.mlp.down]
+    return found
+
+
+def packed_model(written: Written) -> tuple[GGUFCheckpoint, Model]:
+    source = GGUFCheckpoint(written.path, packed=True)
+    return source, read_weights(source, torch.float32, torch.device("cpu"), PLAIN)
+
+
+@pytest.mark.parametrize("name", ["dense", "tied"])
+@pytest.mark.parametrize("stored", STORED)
+def test_logits_are_as_near_as_in_bfloat16(
+    name: str, stored: str, keep: bool, packing: None, tmp_path: Path
+) -> None:
+    written = Written(name, tmp_path, STORED[stored])
+    _, model = packed_model(written)
+    kinds = {type(weight) for weight in [*of_layers(model), model.lm_head]}
+    addends = ADDENDS.get(stored, 0)
+    fourbit = addends == 1 or (addends == 2 and not keep)
+    both = {Int4, Float16}
+    assert kinds == (both if stored == "Q4_K_M" else {Int4 if fourbit else Float16})
+    assert model.embed_tokens.dtype == torch.float16 and model.dtype == torch.float32
     theirs = written.logits()
     rounded = GGUFCheckpoint(written.path, torch.bfloat16)
     half = read_weights(rounded, torch.bfloat16, torch.device("cpu"), PLAIN)
@@ -167,9 +193,54 @@ def test_logits_are_as_near_as_in_bfloat16(
         assert worst(model.logits(IDS[:count].tolist()), theirs[:count]) < bound
 
 
+@pytest.mark.parametrize("name", ["experts", "gpt-oss"])
+@pytest.mark.parametrize("stored", STORED)
+def test_experts_are_those_of_the_file(
+    name: str, stored: str, keep: bool, packing: None, tmp_path: Path
+) -> None:
+    """Not compared by logits, since rounding may have a token choose another one."""
+    source, model = packed_model(Written(name, tmp_path, STORED[stored]))
+    exact = GGUFCheckpoint(source.path)
+    for index in range(len(model.layers)):
+        for ours in (f"layers.{index}.experts.{n}" for n in ("gate_up", "down")):
+            packed, whole = source[ours], exact[ours]
+            assert isinstance(packed, PackedExperts)
+            assert isinstance(whole, Tensor | Scaled) and packed.shape == whole.shape
+            meant = (
+                whole if isinstance(whole, Tensor) else whole.dequantize(torch.float32)
+            )
+            x = inputs(3, meant.shape[-1])
+            for one, numbers in zip(packed.each, meant, strict=True):
+                wanted = functional.linear(x, numbers)
+                assert worst(one.product(x), wanted) < 2e-2
+    assert model.logits(IDS.tolist()).isfinite().all()
+
+
+@pytest.mark.parametrize("stored", [*KINDS, "Q6_K"])
+def test_a_damaged_file_is_noticed(
+    stored: str,
+    keep: bool,
+    packing: None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    written = Written("dense", tmp_path, STORED[stored])
+    source = GGUFCheckpoint(written.path)
+    tensor = source.container.tensors["blk.1.ffn_down.weight"]
+    data = bytearray(written.path.read_bytes())
+    at = tensor.offset + (208 if stored == "Q6_K" else 0)  # a scale
+    data[at : at + 2] = np.float16(np.nan).tobytes()
+    written.path.write_bytes(data)
+    _, model = packed_model(written)
+    assert "NaN or infinity in 1 of the weights" in caplog.text
+    assert "layers.1.mlp.down.weight" in caplog.text
+    assert not model.logits(IDS[:4].tolist()).isfinite().all()
+
+
 def test_what_is_packed(packing: None, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "blk.1.attn_k.weight": "Q4_0",
+        "blk.2.attn_k.weight": "F16",
         "blk.0.ffn_down.weight": "F16",
     }
     write(tmp_path, MODELS["Llama tied"]().build())
@@ -178,39 +249,33 @@ def test_what_is_packed(packing: None, tmp_path: Path) -> None:
     )
     source = GGUFCheckpoint(tmp_path / "a.gguf", packed=True)
     formats = source.config.formats
-    assert "layers.0.attn.qkv.weight" in formats
-    assert "layers.1.attn.qkv.weight" not in formats  # its parts are joined
+    assert formats["layers.0.attn.qkv.weight"].dtype == "int4"
+    # Parts of a weight that are stored in several ways are joined as numbers.
+    assert formats["layers.1.attn.qkv.weight"].dtype == "float16"
+    assert isinstance(source["layers.1.attn.qkv.weight"], Float16)
+    assert "layers.2.attn.qkv.weight" not in formats
     assert "layers.0.mlp.down.weight" not in formats
     packed = source["layers.0.mlp.gate_up.weight"]
     assert isinstance(packed, Int4) and packed.dequantized is not None
     stored = sum(i.nbytes for i in source.stored("layers.0.mlp.gate_up.weight"))
-    assert packed.nbytes - dequantized_bytes(math.prod(packed.shape)) == stored
+    assert packed.nbytes - 2 * math.prod(packed.shape) == stored
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("stored", STORED)
 def test_the_forecast_of_memory_counts_what_is_there_twice(
-    tied: bool,
-    kind: str,
-    packing: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, stored: str, keep: bool, packing: None, tmp_path: Path
 ) -> None:
-    sizes: dict[str, Any] = {**SIZES, "vocab_size": 7 * ROWS}
-    sizes["tie_word_embeddings"] = tied
-    monkeypatch.setitem(MODELS, "Llama", lambda: case("Llama", **sizes))
-    source = GGUFCheckpoint(
-        Written("Llama", tmp_path, lambda *_: kind).path, packed=True
-    )
-    model = read_weights(source, torch.float32, torch.device("cpu"), PLAIN)
-    assert isinstance(model.lm_head, Int4)
-    held: list[Any] = [model.embed_tokens, model.lm_head, model.norm]
+    source, model = packed_model(Written(name, tmp_path, STORED[stored]))
+    held = [model.embed_tokens, model.lm_head, model.norm, *of_layers(model)]
     for layer in model.layers:
-        assert isinstance(layer.mlp, Dense)
-        held += [layer.attn_norm, layer.mlp_norm]
-        held += [layer.attn.qkv, layer.attn.o, layer.mlp.gate_up, layer.mlp.down]
+        held += [layer.attn_norm, layer.mlp_norm, layer.attn.q_norm, layer.attn.k_norm]
+        held += [layer.attn.qkv_bias, layer.attn.o_bias, layer.attn.sinks]
+        if isinstance(layer.mlp, Experts):
+            held += [layer.mlp.router, layer.mlp.router_bias]
+            held += [layer.mlp.gate_up_bias, layer.mlp.down_bias]
     counted = Need.of(source.config, EngineConfig().resolved("cpu"), 4).weights
-    assert counted == sum(weight.nbytes for weight in held)
+    assert counted == sum(weight.nbytes for weight in held if weight is not None)
 
 
 @pytest.fixture

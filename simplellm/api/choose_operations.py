@@ -12,6 +12,7 @@ from torch import Tensor
 
 from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.families import title
+from simplellm.checkpoint.float16 import has_float16_product
 from simplellm.checkpoint.int4 import has_int4_product
 from simplellm.checkpoint.source import Source
 from simplellm.engine.warmup import warm_up
@@ -25,13 +26,15 @@ FP8_GPU = (8, 9)  # compute capability: the first whose instructions know e4m3
 
 
 def takes_packed(config: EngineConfig, dtype: object, device: torch.device) -> bool:
-    """Whether weights of 4 and 8 bits are multiplied as they are: see `int4`.
+    """Whether weights are multiplied in 4 bits or in float16 where they can be.
 
     ``dtype`` is what was asked for: products of float32 are rounded nowhere.
     """
     free = config.operations == "auto" and dtype in (None, "auto")
     alone = config.num_ranks == 1  # the packed order of rows isn't ours
-    return free and alone and device.type == "cpu" and has_int4_product()
+    if not free or not alone or device.type != "cpu":
+        return False
+    return has_float16_product() and has_int4_product()
 
 
 def choose_operations(

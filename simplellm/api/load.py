@@ -28,7 +28,7 @@ from simplellm.base.host_memory import host_pages
 from simplellm.checkpoint.checkpoint import Upload, open_weights
 from simplellm.checkpoint.families import title
 from simplellm.checkpoint.folder import path_of
-from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.checkpoint.read_ahead import ReadAhead
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import move_weight
 from simplellm.engine.build_runner import build_runner
@@ -200,22 +200,26 @@ def read_weights(
     if longest is None and config.max_position_embeddings < most:
         text = "texts of up to %d tokens; max_model_len allows LongRoPE's %d"
         LOGGER.warning(text, config.max_position_embeddings, most)
-    total = len(source.names()) - config.tie_word_embeddings  # no head to load
+    tied = config.tie_word_embeddings and "lm_head.weight" not in config.formats
+    total = len(source.names()) - tied  # no head to load
     small = count_parameters(config).total < BIG
     gpu = device.type == "cuda"
     send = Upload(device) if gpu else partial(Tensor.to, device=device)
-    with tqdm(desc="Loading", total=total, unit=" tensors", disable=small) as progress:
+    bar = tqdm(desc="Loading", total=total, unit=" tensors", disable=small)
+    with bar as progress, ReadAhead(source) as weights:
 
-        def take(name: str) -> Weight:
-            weight = source[name]
+        def take(name: str) -> Any:
+            weight = weights[name]
             progress.update()
             if not isinstance(weight, Tensor):
                 return move_weight(weight, send)
+            if name == "embed_tokens.weight" and name in config.formats:
+                return send(weight)  # its rows are converted once they are looked up
             exact = "norm." in name
             weight = weight.to(torch.float32 if exact else dtype)
             return send(plain_norm(weight, name, config) if exact else weight)
 
-        return build(config, take, ops, scales)
+        return build(config, take, ops, scales, dtype)
 
 
 def load_draft(config: EngineConfig, model: Model, ranks: Ranks) -> Model | None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
+from simplellm.api.choose_operations import takes_packed
 from simplellm.api.outputs import RequestOutput
 from simplellm.apps.peaks import measure_machine
 from simplellm.apps.report import circumstances, describe_memory
@@ -394,8 +395,9 @@ def measure(
     """
     target = find_device(device)
     dtype, seed = find_dtype(None, target), plan.seed if random_weights else None
-    source = open_weights(model, dtype, target, random_weights, seed)
     config = (config or EngineConfig()).resolved(target.type)
+    packed = takes_packed(config, None, target)
+    source = open_weights(model, dtype, target, random_weights, seed, packed)
     limit = source.config.max_position_embeddings
     cases = plan_cases(plan, config, limit)
     config = engine_config(cases, config)

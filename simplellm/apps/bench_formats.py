@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from simplellm.api.choose_operations import takes_packed
 from simplellm.api.input_processor import InputProcessor, LoadedModel
 from simplellm.api.load import load_engine
 from simplellm.apps.bench import Bench, Case
@@ -115,8 +116,11 @@ def measure_formats(
     """
     target = find_device(device)
     dtype = find_dtype(None, target)
-    source = open_weights(model, dtype, target, random_weights, None)
     config = EngineConfig(max_num_seqs=32).resolved(target.type)
+    source, stored = (
+        open_weights(model, dtype, target, random_weights, None, packed)
+        for packed in (False, takes_packed(config, None, target))
+    )
     input_processor = InputProcessor.open(path_of(model), source.config)
     load = os.getloadavg()[0]
     rows, asks = [], model is None and not random_weights
@@ -124,7 +128,7 @@ def measure_formats(
     for name, form in tqdm(forms.items(), disable=None, leave=False):
         if form and not any(rounded_weights(source.config, form)):
             continue
-        one: Any = RoundedCheckpoint(source, form) if form else source
+        one: Any = RoundedCheckpoint(source, form) if form else stored
         size = weight_bytes(one.config, dtype.itemsize)
         engine, how, seconds = load_engine(one, config, dtype, target)
         limited = replace(input_processor, max_model_len=engine.max_model_len)

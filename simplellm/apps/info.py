@@ -13,6 +13,7 @@ from simplellm.checkpoint.families import FAMILIES
 from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.folder import is_gguf
 from simplellm.checkpoint.formats import FLOATS, format_names
+from simplellm.checkpoint.gguf.packed import ADDENDS
 from simplellm.checkpoint.names import part_of_model
 from simplellm.checkpoint.source import Source
 from simplellm.model.memory import count_parameters
@@ -56,11 +57,11 @@ def at_load(source: Source) -> Iterator[str]:
     }
     kept = {form.name for form in source.config.formats.values()} & {"Q8_0"}
     if made := sorted(types - {*FLOATS} - kept):
-        text = f"{', '.join(made)} become bfloat16 on a GPU, float32 on a CPU"
+        text = f"{', '.join(made)} become bfloat16 on a GPU"
+        text += ", float16 or float32 on a CPU"
         text += "; Q8_0 becomes bfloat16 on a GPU" * len(kept)
-        as_is = sorted((types | kept) & {"Q4_0", "Q4_1", "Q8_0"})
-        if as_is:
-            text += f"; a CPU with AVX2 multiplies {' and '.join(as_is)} as is"
+        if as_is := sorted((types | kept) & ADDENDS.keys()):
+            text += f"; a CPU with AVX2 may keep {', '.join(as_is)} packed"
         for number, line in enumerate(wrap(text, 67)):
             yield f"{'' if number else 'at load':<12} {line}"
 

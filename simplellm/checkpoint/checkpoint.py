@@ -5,7 +5,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from reprlib import repr as short
 
@@ -33,6 +33,7 @@ from simplellm.checkpoint.formats import (
     config_once_loaded,
     same_scales,
 )
+from simplellm.checkpoint.in_float16 import InFloat16
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
 from simplellm.checkpoint.names import (
     Shape,
@@ -459,7 +460,7 @@ def open_weights(
 
     ``path`` is a folder, a GGUF file or, for random weights, the name of a known model;
     None is the embedded one. Random weights are made in ``dtype`` from ``seed``. With
-    ``packed`` the 4-bit numbers of a GGUF file stay packed, for a CPU's products.
+    ``packed`` they become what a CPU multiplies in 4 or 16 bits, as far as they can.
     Raises CheckpointError or ConfigError, and ValueError for a seed that nothing uses.
     """
     if random_weights:
@@ -468,8 +469,9 @@ def open_weights(
     expected = "None without random_weights. The seed for drawing tokens is one of "
     expect(seed is None, "seed", seed, expected + "SamplingParams")
     location = check_downloaded(path)
+    opened: Callable[..., Source] = Checkpoint
     if is_gguf(location):
         from simplellm.checkpoint.gguf.source import GGUFCheckpoint
 
-        return GGUFCheckpoint(location, dtype, device, packed)
-    return Checkpoint(location)
+        opened = partial(GGUFCheckpoint, dtype=dtype, device=device, packed=packed)
+    return InFloat16(opened(location)) if packed else opened(location)

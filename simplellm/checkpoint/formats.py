@@ -37,11 +37,12 @@ GPTQ = (*AWQ, "g_idx")
 class NumberFormat:
     """A way to store a weight [..., out, in]: as several tensors, named after it.
 
-    ``dtype`` is what PyTorch calls that of the numbers, "uint8" for MXFP4 and "int4"
-    for `simplellm.checkpoint.int4.Int4`. For the others, ``tile`` and ``inputs`` are
-    those of `simplellm.checkpoint.scaled.Scaled`; with ``one_scale`` a single one is
-    stored, which all rows get. An `Int4` is the sum of ``addends`` of 4 bits; with
-    ``keep_dequantized``, its numbers are kept for many tokens, too.
+    ``dtype`` is what PyTorch calls that of the numbers, "uint8" for MXFP4, and "int4"
+    or "float16" for what `int4.py` and `float16.py` have for a CPU. For the others,
+    ``tile`` and ``inputs`` are those of `simplellm.checkpoint.scaled.Scaled`; with
+    ``one_scale`` a single one is stored, which all rows get. An "int4" is the sum of
+    ``addends`` of 4 bits; with ``keep_dequantized``, its numbers are kept for many
+    tokens, too.
     """
 
     name: str
@@ -95,6 +96,8 @@ class NumberFormat:
 
         Without what ``keep_dequantized`` keeps.
         """
+        if self.dtype == "float16":
+            return 2 * math.prod(shape)
         in_rows = replace(self, one_scale=False)
         first, scales, *_ = map(math.prod, in_rows.stored_shapes(shape).values())
         if self.dtype == "int4":  # with an offset beside each scale, in two bytes

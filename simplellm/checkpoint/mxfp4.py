@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import BLOCK
-from simplellm.checkpoint.int4 import Int4
+from simplellm.checkpoint.cpu_weights import CPUMatrix
 from simplellm.checkpoint.scaled import Scaled
 
 EMAX = 2  # exponent of the largest e2m1 value, 6 = 1.5 * 2^2
@@ -140,4 +140,4 @@ def quantize(weight: Tensor) -> MXFP4:
 
 
 StoredWeight = Tensor | MXFP4 | Scaled
-Weight = StoredWeight | Int4
+Weight = StoredWeight | CPUMatrix

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from simplellm.base.config import BLOCK, ModelConfig, expect
 from simplellm.checkpoint.checkpoint import Checkpoint
-from simplellm.checkpoint.int4 import Int4
+from simplellm.checkpoint.cpu_weights import CPUWeight, PackedExperts
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, Weight
 from simplellm.checkpoint.names import (
     PARTS_OF,
@@ -215,7 +215,7 @@ def narrow_weight(weight: StoredWeight, axis: int, part: range) -> StoredWeight:
     return Scaled(values, scales, (rows, min(columns, size)), weight.inputs)
 
 
-def as_contiguous(weight: StoredWeight) -> Weight:
+def as_contiguous(weight: StoredWeight) -> Weight | PackedExperts:
     """A weight whose numbers lie one after the other; copied if they don't."""
     if isinstance(weight, Tensor):
         return weight.contiguous()
@@ -272,7 +272,7 @@ class ShardedSource:
         """What is stored for the tensor that we call ``ours``, for all ranks."""
         return self.source.stored(ours)
 
-    def __getitem__(self, ours: str) -> Weight:
+    def __getitem__(self, ours: str) -> Weight | PackedExperts:
         """This rank's part of a weight; of a bias that all share, zeros but on one."""
         weight, form = self._cut(ours), self.source.config.formats.get(ours)
         name = self.table[ours]
@@ -283,7 +283,7 @@ class ShardedSource:
             return RowParallel(*parts, self.largest)
         return weight
 
-    def _cut(self, ours: str) -> Weight:
+    def _cut(self, ours: str) -> Weight | PackedExperts:
         split, named = self.table[ours].split, self.table[ours].shape.split()
         if not split:
             weight = self.source[ours]
@@ -321,5 +321,5 @@ class ShardedSource:
             held = self.parts["E"][0] if self.table[ours].split == "E" else None
             return self.source.parts(ours, held)
         weight = self.source[ours]
-        assert not isinstance(weight, Int4)  # see `takes_packed`
+        assert not isinstance(weight, CPUWeight)  # see `takes_packed`
         return [weight]

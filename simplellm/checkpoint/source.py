@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from simplellm.base.config import ModelConfig
+from simplellm.checkpoint.cpu_weights import PackedExperts
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import TensorInfo
 
@@ -29,5 +30,5 @@ class Source(Protocol):
     def stored(self, ours: str) -> list[TensorInfo]:
         """What is stored for the tensor that we call ``ours``."""
 
-    def __getitem__(self, ours: str) -> Weight:
+    def __getitem__(self, ours: str) -> Weight | PackedExperts:
         """The weight [..., out, in] as it is stored, joined if it lies in parts."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import BLOCK, expect
+from simplellm.checkpoint.cpu_weights import CPUWeight
 from simplellm.checkpoint.formats import NumberFormat
-from simplellm.checkpoint.int4 import Int4
 from simplellm.checkpoint.mxfp4 import MXFP4, StoredWeight, quantize
 from simplellm.checkpoint.scaled import Scaled, join
 
@@ -58,9 +58,11 @@ def tensors(weight: Coded) -> tuple[Tensor, Tensor]:
     return weight.values, weight.scales
 
 
-def move_weight(weight: Coded | Int4, send: Callable[[Tensor], Tensor]) -> Coded | Int4:
-    """``weight`` where ``send`` brings its tensors. An `Int4` is where it belongs."""
-    if isinstance(weight, Int4):
+def move_weight(
+    weight: Coded | CPUWeight, send: Callable[[Tensor], Tensor]
+) -> Coded | CPUWeight:
+    """``weight`` where ``send`` brings its tensors. Those for a CPU are there."""
+    if isinstance(weight, CPUWeight):
         return weight
     numbers, scales = map(send, tensors(weight))
     if isinstance(weight, MXFP4):

@@ -47,7 +47,8 @@ class AuxHiddenStates:
     def __init__(self, model: Model, layers: Sequence[int], most: int) -> None:
         self.wanted = True
         width = model.config.hidden_size
-        self.states = model.embed_tokens.new_zeros(most, len(layers) * width)
+        sizes = most, len(layers) * width
+        self.states = torch.zeros(sizes, dtype=model.dtype, device=model.device)
         parts = [*zip(layers, self.states.split(width, dim=1), strict=True)]
         own = {layer: [part for n, part in parts if n == layer] for layer in {*layers}}
         taps = {layer + 1: partial(self.put, some) for layer, some in own.items()}

@@ -78,9 +78,8 @@ class Runner:
         vocab_size = model.config.vocab_size
         self.logits = torch.zeros(rows, model.lm_head.shape[0], device=self.device)
         # Of steps with prompts that are captured.
-        self.hidden = model.embed_tokens.new_zeros(
-            min(tokens, MIXED_SIZES[-1]), model.config.hidden_size
-        )
+        sizes = min(tokens, MIXED_SIZES[-1]), model.config.hidden_size
+        self.hidden = torch.zeros(sizes, dtype=model.dtype, device=self.device)
         self.counts = TokenCounts(vocab_size, self.device)
         self.masks = Masks(vocab_size, rows, self.device)
         # A mask may need all tokens of earlier steps.

@@ -88,15 +88,15 @@ def plain_norm(weight: Tensor, name: str, config: ModelConfig) -> Tensor:
 def embed_transform(
     config: ModelConfig, dtype: torch.dtype, table: Tensor | None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """What turns embedded tokens into the input of the first layer.
+    """What turns embedded tokens into the input of the first layer, in ``dtype``.
 
     ``table`` [positions, hidden] are learned positions, which are added. A scale is
     rounded to ``dtype`` first, as transformers does.
     """
     if table is not None:
-        return lambda x, positions: x + table[positions]
+        return lambda x, positions: x.to(dtype) + table[positions]
     scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-    return lambda x, positions: x if scale == 1 else x * scale
+    return lambda x, positions: x.to(dtype) if scale == 1 else x.to(dtype) * scale
 
 
 def take_mlp(take: Take, config: ModelConfig) -> Experts | Dense:
@@ -158,10 +158,12 @@ def build(
     take: Take,
     ops: Ops,
     scales: Sequence[tuple[float, float]] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Model:
     """A model of the weights that ``take`` delivers, as ``ops`` wants them.
 
-    ``scales`` of keys and of values, of each layer, are for a cache of FP8 numbers.
+    ``scales`` of keys and values, of each layer, are for a cache of FP8 numbers. It
+    computes in ``dtype``, by default the embedding's.
     """
     names, ends = tensor_names(config), dict[str, Tensor]()
     take = noting_ends(take, ends)
@@ -170,9 +172,9 @@ def build(
         return take(name) if name in names else None
 
     embed_tokens = take("embed_tokens.weight")
+    dtype = dtype or embed_tokens.dtype
     positions = optional("embed_positions.weight")
-    post = None
-    layers = []
+    post, layers = None, []
     for index, (cos, sin) in enumerate(layer_rotations(config, embed_tokens.device)):
 
         def part(name: str, layer: str = f"layers.{index}") -> Any:
@@ -194,7 +196,7 @@ def build(
             sin=sin,
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
-            dtype=embed_tokens.dtype,
+            dtype=dtype,
             kv_scales=(k_scale, v_scale),
         )
         mlp_norm = take_norm(part, "mlp_norm", part("attn_post_norm.weight"))
@@ -209,7 +211,8 @@ def build(
         layers=layers,
         norm=take_norm(optional, "norm", post),
         lm_head=embed_tokens if tied else take("lm_head.weight"),
-        embed_transform=embed_transform(config, embed_tokens.dtype, positions),
+        embed_transform=embed_transform(config, dtype, positions),
     )
+    model.dtype = dtype  # the embedding may be stored in fewer bits
     warn_of_nan(ends)
     return model

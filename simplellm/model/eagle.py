@@ -59,7 +59,7 @@ class Head:
         x [T, H] are states of a text, and ``tokens`` [T] those that follow each.
         """
         eps = self.config.rms_norm_eps
-        embedded = functional.embedding(tokens, self.embed_tokens)
+        embedded = functional.embedding(tokens, self.embed_tokens).to(x.dtype)
         _, embedded = ops.add_norm(embedded, None, self.embed_norm, eps)
         _, h = ops.add_norm(x, None, self.hidden_norm, eps)
         qkv = linear(torch.cat([embedded, h], dim=-1), self.attn.qkv)

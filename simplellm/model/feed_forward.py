@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from simplellm.checkpoint.int4 import Int4
+from simplellm.checkpoint.cpu_weights import CPUMatrix
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.scaled import Scaled
 
@@ -21,9 +21,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times ``weight`` [out, in], transposed, plus ``bias`` [out].
 
     A packed weight is dequantized to x's dtype for this call only. One of 8 bits may
-    round x first, as its format says, and an `Int4` is multiplied as it is.
+    round x first, as its format says, and a `CPUMatrix` is multiplied as it is.
     """
-    if isinstance(weight, Scaled | Int4):
+    if isinstance(weight, Scaled | CPUMatrix):
         return weight.product(x, bias)
     if isinstance(weight, MXFP4):
         weight = weight.dequantize(x.dtype)

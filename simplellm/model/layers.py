@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplellm.checkpoint.cpu_weights import PackedExperts
 from simplellm.checkpoint.mxfp4 import StoredWeight, Weight
 
 
@@ -45,9 +46,9 @@ class Experts:
 
     router: Tensor  # [E, hidden]
     router_bias: Tensor | None  # [E]
-    gate_up: StoredWeight  # [L, 2I, hidden]
+    gate_up: StoredWeight | PackedExperts  # [L, 2I, hidden]
     gate_up_bias: Tensor | None  # [L, 2I]
-    down: StoredWeight  # [L, hidden, I]
+    down: StoredWeight | PackedExperts  # [L, hidden, I]
     down_bias: Tensor | None  # [L, hidden]
     top_k: int  # experts a token
     limit: float  # of the SwiGLU's inputs

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
-from simplellm.checkpoint.int4 import dequantized_bytes, is_never_packed
 from simplellm.checkpoint.names import Shape, part_of_model, tensor_shapes
 from simplellm.model.machine import empty_cache
 
@@ -66,8 +65,7 @@ def weight_bytes(config: ModelConfig, itemsize: int = 2) -> dict[str, int]:
 
     def size(ours: str, shape: Shape) -> int:
         if form := config.formats.get(ours):
-            packed = not is_never_packed(form.addends, form.keep_dequantized)
-            return packed * int(form.nbytes(shape))
+            return int(form.nbytes(shape))
         return math.prod(shape) * (4 if part_of_model(ours) == "norms" else itemsize)
 
     return by_kind(config, size)
@@ -77,16 +75,16 @@ def copied_bytes(config: ModelConfig, itemsize: int) -> int:
     """Bytes of dequantized copies kept beside packed weights, as some are on a CPU.
 
     For products with many tokens; and of a packed head that is also the embedding, rows
-    to look up, with ``itemsize`` bytes a number.
+    to look up, with ``itemsize`` bytes a number unless it has a format.
     """
     shapes, forms = tensor_shapes(config), config.formats
     copies = (
-        dequantized_bytes(math.prod(shapes[n]))
-        for n, form in forms.items()
-        if form.keep_dequantized
+        2 * math.prod(shapes[n]) for n, form in forms.items() if form.keep_dequantized
     )
-    looked_up = config.tie_word_embeddings and "lm_head.weight" in forms
-    return sum(copies) + itemsize * looked_up * math.prod(shapes["embed_tokens.weight"])
+    if not config.tie_word_embeddings or "lm_head.weight" not in forms:
+        return sum(copies)
+    table = "embed_tokens.weight"
+    return sum(copies) + (2 if table in forms else itemsize) * math.prod(shapes[table])
 
 
 def position_bytes(config: ModelConfig, itemsize: int) -> int:

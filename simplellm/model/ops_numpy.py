@@ -19,7 +19,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from simplellm.base.config import ModelConfig
-from simplellm.checkpoint.int4 import Int4
+from simplellm.checkpoint.cpu_weights import CPUWeight, PackedExperts
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import is_expert_weight, tensor_shapes
 from simplellm.checkpoint.scaled import Scaled
@@ -48,9 +48,9 @@ def is_small(config: ModelConfig) -> bool:
     return 4 * unpacked <= UNPACKED_BYTES
 
 
-def by_column(weight: Weight) -> Any:
+def by_column(weight: Weight | PackedExperts) -> Any:
     """A weight's numbers in the order in which a product of few rows reads them."""
-    if isinstance(weight, Scaled | Int4):  # which PyTorch multiplies
+    if isinstance(weight, Scaled | CPUWeight):  # which PyTorch multiplies
         return weight
     if isinstance(weight, MXFP4):
         weight = weight.dequantize(torch.float32)
@@ -87,7 +87,7 @@ def matmul(x: ndarray, weight: Tensor, bias: Tensor | None) -> ndarray:
 
 def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
     ids = tokens.numpy()
-    if len(ids) > FEW or ids.min() < 0:
+    if table.dtype != torch.float32 or len(ids) > FEW or ids.min() < 0:
         return ops.embed(tokens, previous, table)
     return torch.from_numpy(table.numpy()[ids])
 

@@ -144,18 +144,18 @@ def formats_of(
     """Formats of the weights that aren't made ordinary numbers, by our names."""
     formats = {}
     for ours, name in tensor_names(config).items():
-        form = kept.get(type_of(ours, config, container))
+        types = types_of(ours, config, container)
+        form = kept.get(types.pop()) if len(types) == 1 else None
         experts = is_expert_weight(ours) and form is MXFP4_EXPERTS
         if form and ours.startswith("layers.") and (is_matrix(name) or experts):
             formats[ours] = form
     return formats
 
 
-def type_of(ours: str, config: ModelConfig, container: Container) -> str:
-    """The type of a weight's tensors; "" if there is none, or there are several."""
+def types_of(ours: str, config: ModelConfig, container: Container) -> set[str]:
+    """The types of a weight's tensors; none if there is none."""
     stored = stored_as(ours, config.model_type)
-    types = {container.tensors[n].dtype for n in stored if n in container.tensors}
-    return types.pop() if len(types) == 1 else ""
+    return {container.tensors[n].dtype for n in stored if n in container.tensors}
 
 
 def config_data(container: Container) -> dict[str, Any]:

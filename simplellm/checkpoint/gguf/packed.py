@@ -1,89 +1,93 @@
-"""Weights of a GGUF file that a CPU multiplies as they are: in 4 bits, or twice 4."""
+"""Weights of a GGUF file that a CPU multiplies without making them float32.
+
+In 4 bits, as they are; of 5 and 8 bits, as a sum of two of 4; or in float16.
+"""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from simplellm.base.config import BLOCK, ModelConfig
-from simplellm.checkpoint.formats import NumberFormat, is_matrix
+from simplellm.base.config import ModelConfig
+from simplellm.checkpoint.cpu_weights import CPUWeight, PackedExperts
+from simplellm.checkpoint.formats import NumberFormat
+from simplellm.checkpoint.gguf.blocks import MIDDLES, read_blocks
 from simplellm.checkpoint.gguf.container import Container
-from simplellm.checkpoint.gguf.metadata import KEPT, type_of
-from simplellm.checkpoint.gguf.tensors import float16_at, scaled_of
-from simplellm.checkpoint.int4 import (
-    ROWS,
-    Codes,
-    Int4,
-    dequantized_bytes,
-    split_int8,
-)
-from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
+from simplellm.checkpoint.gguf.metadata import KEPT, types_of
+from simplellm.checkpoint.gguf.tensors import ORDINARY
+from simplellm.checkpoint.in_float16 import FLOAT16, TABLE, in_float16, product_weights
+from simplellm.checkpoint.int4 import ROWS, Codes, Int4
+from simplellm.checkpoint.names import tensor_shapes
 
-EIGHT = KEPT["Q8_0"]
-PACKABLE = {
-    "Q4_0": replace(EIGHT, name="Q4_0", dtype="int4"),
-    "Q4_1": replace(EIGHT, name="Q4_1", dtype="int4"),
-    "Q8_0": replace(EIGHT, dtype="int4", addends=2),
-}
-TABLE, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-MAX_DEQUANTIZED = 2**30  # bytes of all numbers, up to which they are kept, too
+INT4 = replace(KEPT["Q8_0"], name="int4", dtype="int4")
+ADDENDS = {kind: 1 if middle == 8 else 2 for kind, middle in MIDDLES.items()}
+MAX_DEQUANTIZED = 2**30  # bytes of all numbers in float16, up to which they are kept
 
 
 def packed_formats(
     config: ModelConfig, container: Container
 ) -> dict[str, NumberFormat]:
-    """Formats of the weights that become `Int4`, by our names.
-
-    The head is among them, even where it is the embedding: that stays numbers as well.
-    """
-    shapes, sources = tensor_shapes(config), {}
-    for ours, name in tensor_names(config).items():
-        inner = ours.startswith("layers.") and not is_expert_weight(ours)
-        if ours == OUTPUT or (inner and is_matrix(name)):
-            sources[ours] = ours
-    if config.tie_word_embeddings:
-        sources[OUTPUT] = TABLE
-    formats = {}
-    for ours, source in sources.items():
-        form = PACKABLE.get(type_of(source, config, container))
-        if form and shapes[source][0] % ROWS == 0:
-            formats[ours] = form
-    count = sum(math.prod(shapes[ours]) for ours in formats)
-    keep = dequantized_bytes(count) <= MAX_DEQUANTIZED
-    return {
-        ours: replace(form, keep_dequantized=keep) for ours, form in formats.items()
+    """Formats of the weights that become a `CPUWeight`, by our names."""
+    shapes, sources = tensor_shapes(config), product_weights(config)
+    types = {
+        ours: types_of(source, config, container) for ours, source in sources.items()
     }
+    types = {ours: kinds for ours, kinds in types.items() if is_packable(kinds)}
+    # Looked up, not multiplied: numbers in any case.
+    table = is_packable(types_of(TABLE, config, container))
+    count = sum(math.prod(shapes[sources[ours]]) for ours in types)
+    keep = 2 * count <= MAX_DEQUANTIZED
+    formats = {
+        ours: packed_format(kinds, shapes[sources[ours]][-2], keep)
+        for ours, kinds in types.items()
+    }
+    return {**formats, TABLE: FLOAT16} if table else formats
 
 
-def nibbles(blocks: Tensor, start: int) -> Tensor:
-    """The values, int32 [out, in], of blocks [out, G, bytes]: low halves come first."""
-    packed = blocks[..., start:].int()
-    return torch.cat([packed & 15, packed >> 4], -1).flatten(-2)
+def is_packable(kinds: set[str]) -> bool:
+    """Whether a weight has parts of these types, none of them ordinary numbers."""
+    return bool(kinds) and kinds.isdisjoint({*ORDINARY, "MXFP4"})
 
 
-def codes_of_q4_0(rows: Tensor) -> list[Codes]:
-    """A block is its scale and 32 numbers from -8 to 7."""
-    blocks = rows.unflatten(-1, (-1, 2 + BLOCK // 2))
-    scales = float16_at(blocks, 0)
-    return [Codes(nibbles(blocks, 2), scales, torch.zeros_like(scales))]
+def packed_format(kinds: set[str], rows: int, keep: bool) -> NumberFormat:
+    """How a weight with so many ``rows`` is kept; ``keep``: in float16 in any case.
+
+    Of several addends that is all that's kept then, since it's the faster one.
+    """
+    addends = max(ADDENDS.get(kind, 0) for kind in kinds) if len(kinds) == 1 else 0
+    if addends == 0 or rows % ROWS or (keep and addends > 1):
+        return FLOAT16
+    return replace(INT4, addends=addends, keep_dequantized=keep)
 
 
-def codes_of_q4_1(rows: Tensor) -> list[Codes]:
-    """A block is its scale, its least number and 32 multiples to add, 0 to 15."""
-    blocks = rows.unflatten(-1, (-1, 4 + BLOCK // 2))
-    scales, least = float16_at(blocks, 0), float16_at(blocks, 2)
-    return [Codes(nibbles(blocks, 4), scales, least + 8 * scales)]
+def codes_of(rows: Tensor, kind: str) -> list[Codes]:
+    """A weight from uint8 ``rows`` [out, bytes of a row] of a type of `ADDENDS`.
+
+    The addends of a sum are about as large as it is: each product is rounded.
+    """
+    blocks = read_blocks(rows, kind)
+    if ADDENDS[kind] == 1:
+        return [Codes(blocks.values, blocks.scales, blocks.offsets)]
+    high = (blocks.values >> 4) + (8 - blocks.middle // 16)
+    return [
+        Codes(high, 16 * blocks.scales, 8 * blocks.scales),
+        Codes(blocks.values & 15, blocks.scales, blocks.offsets),
+    ]
 
 
-READERS: dict[str, Callable[[Tensor], list[Codes]]] = {
-    "Q4_0": codes_of_q4_0,
-    "Q4_1": codes_of_q4_1,
-    "Q8_0": lambda rows: split_int8(scaled_of(rows)),
-}
+def pack_weight(weight: Tensor, kind: str, form: NumberFormat) -> Tensor | CPUWeight:
+    """A weight [out, ...] or [E, out, ...] in a format of `packed_formats`.
+
+    From its numbers for `FLOAT16`, which stay so where one doesn't fit; else from the
+    bytes of its rows.
+    """
+    if form.dtype == "float16":
+        return in_float16(weight)
+    if weight.ndim > 2:
+        return PackedExperts([pack_matrix(one, kind, form) for one in weight])
+    return pack_matrix(weight, kind, form)
 
 
-def pack_rows(rows: Tensor, kind: str, keep: bool) -> Int4:
-    """A weight from uint8 ``rows`` [out, bytes of a row] of a type of `PACKABLE`."""
-    return Int4.of(READERS[kind](rows), keep)
+def pack_matrix(rows: Tensor, kind: str, form: NumberFormat) -> Int4:
+    """`pack_weight` of one matrix that is kept in 4 bits."""
+    return Int4.of(codes_of(rows, kind), form.keep_dequantized)

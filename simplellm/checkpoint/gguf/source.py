@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import CheckpointError, expect, reraise_as
+from simplellm.checkpoint.cpu_weights import PackedExperts
+from simplellm.checkpoint.gguf.blocks import MIDDLES
 from simplellm.checkpoint.gguf.container import open_container
 from simplellm.checkpoint.gguf.metadata import (
     KEPT,
@@ -17,7 +19,7 @@ from simplellm.checkpoint.gguf.metadata import (
     read_gguf_config,
 )
 from simplellm.checkpoint.gguf.names import stored_as
-from simplellm.checkpoint.gguf.packed import pack_rows, packed_formats
+from simplellm.checkpoint.gguf.packed import pack_weight, packed_formats
 from simplellm.checkpoint.gguf.tensors import (
     ORDINARY,
     as_array,
@@ -27,6 +29,7 @@ from simplellm.checkpoint.gguf.tensors import (
     reverse_permute,
     scaled_of,
 )
+from simplellm.checkpoint.in_float16 import TABLE
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import PARTS_OF, TensorInfo, axes, tensor_names
 
@@ -39,8 +42,8 @@ class GGUFCheckpoint:
 
     Opening reads the headers and checks all that they can tell; numbers stay in the
     file until a tensor is touched. Those of other types than ordinary ones and `KEPT`
-    (or `KEPT_ON_GPU`, by ``device``) become ``dtype`` then. With ``packed``, those of
-    4 and 8 bits become an `Int4`. Raises CheckpointError or ConfigError.
+    (or `KEPT_ON_GPU`, by ``device``) become ``dtype`` then. With ``packed``, quantized
+    ones become a `CPUWeight`. Raises CheckpointError or ConfigError.
     """
 
     mapped = False  # all experts are rearranged
@@ -76,7 +79,7 @@ class GGUFCheckpoint:
     def stored(self, ours: str) -> list[TensorInfo]:
         return [self.container.tensors[name] for name in self._names[ours]]
 
-    def __getitem__(self, ours: str) -> Weight:
+    def __getitem__(self, ours: str) -> Weight | PackedExperts:
         """The weight [..., out, in]: ordinary numbers, or one that stays packed."""
         tensors = self.stored(ours)
         parts: list[Any] = [self._part(tensor, ours) for tensor in tensors]
@@ -88,15 +91,19 @@ class GGUFCheckpoint:
         of_experts = ".experts." in ours
         interleaved = of_experts and self.config.activation == "clamped_swiglu"
         weight: Weight = join_parts(parts, int(of_experts), interleaved)
-        if form := self._packed.get(ours):
+        if ours != TABLE and (form := self._packed.get(ours)):
             assert isinstance(weight, Tensor)
-            return pack_rows(weight, tensors[0].dtype, form.keep_dequantized)
+            return pack_weight(weight, tensors[0].dtype, form)
         return weight
 
     def _part(self, tensor: TensorInfo, ours: str) -> Weight:
         """One tensor of the file, or its bytes if it is packed with others later."""
         rows = as_array(self.container.data[tensor.file], tensor)
-        if ours in self._packed:
+        form = self._packed.get(ours)
+        if form and form.dtype == "float16":
+            dtype = torch.float16 if ours == TABLE else torch.float32
+            return dequantize_rows(rows, tensor, dtype)
+        if form:
             return torch.from_numpy(rows)
         if ours in self.config.formats:
             read = mxfp4_of if tensor.dtype == "MXFP4" else scaled_of
@@ -130,8 +137,10 @@ class GGUFCheckpoint:
 
     def _check_library(self) -> None:
         """Raise ValueError if numbers have to be made and nothing here makes them."""
-        made = self._names.keys() - self.config.formats
+        forms = self.config.formats
+        kept = {ours for ours, form in forms.items() if form.dtype != "float16"}
+        made = self._names.keys() - kept
         types = {tensor.dtype for ours in made for tensor in self.stored(ours)}
-        ready = types <= ORDINARY.keys() or find_spec("gguf")
+        ready = types <= ORDINARY.keys() | MIDDLES.keys() or find_spec("gguf")
         expected = "it installed, as by pip install 'simplellm[gguf]'"
         expect(ready, "the library gguf", "missing", expected)

@@ -1,10 +1,10 @@
 """How the numbers of a GGUF file become ours.
 
 Q8_0 becomes a `Scaled` and MXFP4 an `MXFP4`: the same numbers in as many bits. Other
-types become ordinary numbers, by the package `gguf`.
+types become ordinary numbers, by `blocks.py` or by the package `gguf`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import BLOCK
+from simplellm.checkpoint.gguf.blocks import MIDDLES, float16_at, read_blocks
 from simplellm.checkpoint.gguf.container import TYPES
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.names import TensorInfo
@@ -46,12 +47,6 @@ def mxfp4_of(rows: Tensor) -> MXFP4:
     )
 
 
-def float16_at(blocks: Tensor, start: int) -> Tensor:
-    """The float16 number that begins at a byte of each block [..., bytes]."""
-    two = blocks[..., start : start + 2].contiguous()
-    return two.view(torch.float16).squeeze(-1).float()
-
-
 def scaled_of(rows: Tensor) -> Scaled:
     """A weight of 8 bits from uint8 ``rows`` [..., out, C * 34] of Q8_0.
 
@@ -60,6 +55,16 @@ def scaled_of(rows: Tensor) -> Scaled:
     blocks = rows.unflatten(-1, (-1, 2 + BLOCK))
     values = blocks[..., 2:].contiguous().view(torch.int8).flatten(-2)
     return Scaled(values, float16_at(blocks, 0), (1, BLOCK), False)
+
+
+def number_reader(kind: str) -> Callable[[np.ndarray[Any, Any]], Tensor]:
+    """What makes the numbers of rows of bytes that are of a type."""
+    if kind in MIDDLES:
+        return lambda rows: read_blocks(torch.from_numpy(rows), kind).numbers()
+    from gguf import GGMLQuantizationType, dequantize
+
+    known = GGMLQuantizationType[kind]
+    return lambda rows: torch.from_numpy(dequantize(rows, known))
 
 
 def dequantize_rows(
@@ -72,16 +77,13 @@ def dequantize_rows(
     """
     if stored := ORDINARY.get(tensor.dtype):
         return torch.from_numpy(rows).view(stored).view(tensor.shape)
-    from gguf import GGMLQuantizationType, dequantize
-
-    kind = GGMLQuantizationType[tensor.dtype]
+    numbers_of = number_reader(tensor.dtype)
     out = torch.empty(tensor.shape, dtype=dtype)
     flat, source = out.view(-1, tensor.shape[-1]), rows.reshape(-1, rows.shape[-1])
     step = max(1, CHUNK // tensor.shape[-1])
 
     def make(start: int) -> None:
-        part = dequantize(source[start : start + step], kind)
-        flat[start : start + step] = torch.from_numpy(part)
+        flat[start : start + step] = numbers_of(source[start : start + step])
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(make, range(0, len(source), step)))

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.checkpoint.int4 import Int4
+from simplellm.checkpoint.cpu_weights import CPUWeight, PackedExperts
 from simplellm.checkpoint.mxfp4 import BLOCK, MXFP4, Weight
 from simplellm.checkpoint.scaled import E4M3, LARGEST, Scaled
 from simplellm.model.layers import Experts, Layer
@@ -328,9 +328,9 @@ def check_range(weight: MXFP4) -> None:
         )
 
 
-def check_product(weight: Weight, bias: Tensor | None) -> None:
+def check_product(weight: Weight | PackedExperts, bias: Tensor | None) -> None:
     """Raise TypeError unless a product with ``weight`` [..., N, K] has a kernel."""
-    if isinstance(weight, MXFP4 | Int4):
+    if isinstance(weight, MXFP4 | CPUWeight):
         raise TypeError("a weight is packed; expected a dense one, or one of 8 bits")
     values = weight.values if isinstance(weight, Scaled) else weight
     assert values.is_contiguous() and values.data_ptr() % 16 == 0

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm.checkpoint.cpu_weights import PackedExperts
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.model.kernels.expert_blocks import ExpertBlocks, nearest
@@ -209,7 +210,7 @@ def grouped_launcher(
 def multiply_groups(
     out: Tensor,
     x: Tensor,
-    weight: Weight,
+    weight: Weight | PackedExperts,
     scores: Tensor | None,
     order: ExpertBlocks,
     top_k: int,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm.checkpoint.cpu_weights import PackedExperts
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import LARGEST, LEAST_TILE, Scaled
 from simplellm.model.kernels.gated import gate_activation
@@ -286,7 +287,7 @@ def few_launcher(
 def multiply_few(
     out: Tensor,
     x: Tensor,
-    weight: Weight,
+    weight: Weight | PackedExperts,
     ids: Tensor,
     scores: Tensor | None,
     num_tokens: Tensor,

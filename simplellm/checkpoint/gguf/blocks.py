@@ -1,0 +1,102 @@
+"""Blocks of 32 values that share a scale: ggml's types of 4, 5 and 8 bits, but MXFP4.
+
+N rows of C columns, G = C / 32 blocks a row.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplellm.base.config import BLOCK
+
+# What the values of a type are around: of 4, 5 and 8 bits.
+MIDDLES = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), 8)
+MIDDLES |= dict.fromkeys(("Q5_0", "Q5_1", "Q5_K"), 16)
+MIDDLES |= {"Q8_0": 128}
+
+
+class Blocks(NamedTuple):
+    """The numbers of a matrix: value * scale + least.
+
+    Where ``least`` is None, (value - middle) * scale.
+    """
+
+    values: Tensor  # uint8 [N, C], below twice the middle
+    scales: Tensor  # float32 [N, G]
+    least: Tensor | None
+    middle: int
+
+    @property
+    def offsets(self) -> Tensor:
+        """What the middle stands for, float32 [N, G]."""
+        if self.least is None:
+            return torch.zeros_like(self.scales)
+        return self.least + self.middle * self.scales
+
+    def numbers(self) -> Tensor:
+        """float32 [N, C]."""
+        values = self.values.float().unflatten(-1, (-1, BLOCK))
+        if self.least is None:
+            return ((values - self.middle) * self.scales[..., None]).flatten(-2)
+        return (values * self.scales[..., None] + self.least[..., None]).flatten(-2)
+
+
+def float16_at(blocks: Tensor, start: int) -> Tensor:
+    """The float16 number that begins at a byte of each block [..., bytes]."""
+    two = blocks[..., start : start + 2].contiguous()
+    return two.view(torch.float16).squeeze(-1).float()
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """The values of ``packed`` [..., n] -> [..., 2n]: low halves come first."""
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def bits(packed: Tensor) -> Tensor:
+    """The bits of ``packed`` [..., n] -> [..., 8, n], lowest first."""
+    return (packed[..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+
+
+def read_blocks(rows: Tensor, kind: str) -> Blocks:
+    """The blocks of uint8 ``rows`` [N, bytes] of one of the types of `MIDDLES`."""
+    read = read_k if kind.endswith("_K") else read_legacy
+    return read(rows, kind, MIDDLES[kind])
+
+
+def read_legacy(rows: Tensor, kind: str, middle: int) -> Blocks:
+    """A block is its scale, perhaps the least number, perhaps high bits, and values."""
+    has_least, five = kind.endswith("_1"), middle == 16
+    start = 4 if has_least else 2
+    if kind == "Q8_0":
+        blocks = rows.unflatten(-1, (-1, start + BLOCK))
+        values = blocks[..., start:] ^ 128  # they are signed there
+    else:
+        blocks = rows.unflatten(-1, (-1, start + 4 * five + BLOCK // 2))
+        values = nibbles(blocks[..., start + 4 * five :])
+        if five:
+            high = blocks[..., start : start + 4]
+            values += bits(high).mT.flatten(-2) << 4
+    least = float16_at(blocks, 2) if has_least else None
+    return Blocks(values.flatten(-2), float16_at(blocks, 0), least, middle)
+
+
+def read_k(rows: Tensor, kind: str, middle: int) -> Blocks:
+    """Of K-quants: 8 blocks share two float16 numbers.
+
+    Each block has two numbers of 6 bits to multiply them with, packed into 12 bytes.
+    """
+    five = middle == 16
+    blocks = rows.unflatten(-1, (-1, 16 + BLOCK * five + 4 * BLOCK))  # [N, B, bytes]
+    scale, least = float16_at(blocks, 0), float16_at(blocks, 2)  # [N, B]
+    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)  # [N, B, 8]
+    leasts = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
+    body = blocks[..., 16:]
+    # 32 bytes hold two blocks, one in the low halves and one in the high ones.
+    values = nibbles(body[..., BLOCK * five :].unflatten(-1, (4, BLOCK)))
+    values = values.unflatten(-1, (2, BLOCK)).flatten(-3, -2)  # [N, B, 8, 32]
+    if five:
+        values += bits(body[..., :BLOCK]) << 4
+    scales, leasts = scale[..., None] * scales, least[..., None] * leasts
+    return Blocks(values.flatten(1), scales.flatten(1), -leasts.flatten(1), middle)

@@ -1,0 +1,37 @@
+"""Weights in float16 that a CPU multiplies with float32 inputs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from simplellm.checkpoint.float16 import FEW, Float16, has_float16_product
+
+pytestmark = pytest.mark.skipif(
+    not has_float16_product(),
+    reason="PyTorch has no product with float16 weights for this processor",
+)
+
+
+def numbers(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, FEW, 200])
+def test_products_are_those_of_the_rounded_numbers(count: int) -> None:
+    weight, bias, x = numbers(65, 96) / 10, numbers(1, 65)[0], numbers(count, 96)
+    packed = Float16.of(weight)
+    assert packed.shape == (65, 96) and packed.nbytes == 2 * 65 * 96
+    assert torch.equal(packed.dequantize(), weight.half().float())
+    found = packed.product(x)
+    exact = x.double() @ weight.half().double().T
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(packed.product(x, bias), found + bias)
+    assert packed.product(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.bits
+def test_rows_have_the_same_bits_in_any_company() -> None:
+    packed, x = Float16.of(numbers(80, 96)), numbers(FEW, 96)
+    every = packed.product(x)
+    for count in range(1, FEW + 1):
+        assert torch.equal(packed.product(x[:count]), every[:count])
