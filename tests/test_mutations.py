@@ -165,12 +165,12 @@ NUMPY_MUTATIONS = {
     "a chunk's tokens see those after them": Mutation(
         chunks_as_decodes.chunks_as_decodes, " - (ends[owners] - 1 - indices[:-1])", ""
     ),
-    "epsilon too large": Mutation(ops_numpy.add_norm, "+ eps", "+ 0.1"),
+    "epsilon too large": Mutation(ops_numpy.rms_norm_few, "+ eps", "+ 0.1"),
     "norm's weight dropped": Mutation(
-        ops_numpy.add_norm, "normed *= norm.numpy()", "pass"
+        ops_numpy.rms_norm_few, "normed *= weight.numpy()", "pass"
     ),
-    "not normed": Mutation(ops_numpy.add_norm, "** -0.5", "** 0"),
-    "update dropped": Mutation(ops_numpy.add_norm, "x += update.numpy()", "pass"),
+    "not normed": Mutation(ops_numpy.rms_norm_few, "** -0.5", "** 0"),
+    "update dropped": Mutation(ops_numpy.add_norm, "x += change", "pass"),
     "biases dropped": Mutation(ops_numpy.matmul, "out += bias.numpy()", "pass"),
     "biases of q, k and v dropped": Mutation(
         ops_numpy.rope_and_cache, "x += attn.qkv_bias.numpy()", "pass"

@@ -26,7 +26,7 @@ from simplellm.model import family_rules, moe, ops, ops_cpu, ops_numpy, rope
 from simplellm.model.attention import QUERY_CHUNK, attention, visible
 from simplellm.model.batch import KVGroup
 from simplellm.model.feed_forward import route, swiglu
-from simplellm.model.layers import Attention, Dense, Experts, Layer
+from simplellm.model.layers import Attention, Dense, Experts, Layer, SandwichNorm
 from simplellm.model.ops import PLAIN
 from simplellm.model.ops_cpu import QUERY_BLOCK, WINDOW_QUERY_BLOCK, prompt_attention
 from simplellm.model.ops_numpy import FEW, NUMPY
@@ -948,6 +948,18 @@ def test_numpy_takes_heads_with_norms_and_dense_layers() -> None:
         qkv = table.project(x, attn.qkv, None)
         q = table.rope_and_cache(qkv, attn, slots, pages[0], pages[1], slots)
         found.append([q, pages])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("count", [1, 5, ops_numpy.FEW + 1])
+def test_numpy_norms_what_is_added(count: int) -> None:
+    norm = SandwichNorm(1 + normal(48), 1 + normal(48, seed=1))
+    found = []
+    for table in (PLAIN, NUMPY):
+        x, update = normal(count, 48, seed=2), normal(count, 48, seed=3)
+        before = update.clone()
+        found.append([*table.add_norm(x, update, norm, 1e-5), x])
+        assert torch.equal(update, before)
     torch.testing.assert_close(*found)
 
 

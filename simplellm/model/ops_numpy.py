@@ -26,7 +26,15 @@ from simplellm.checkpoint.scaled import Scaled
 from simplellm.model import family_rules, ops
 from simplellm.model.batch import KVGroup
 from simplellm.model.feed_forward import linear
-from simplellm.model.layers import Attention, Dense, Experts, Layer, Norm
+from simplellm.model.layers import (
+    Attention,
+    Dense,
+    Experts,
+    Layer,
+    LayerNorm,
+    Norm,
+    SandwichNorm,
+)
 from simplellm.model.ops import Ops
 from simplellm.model.ops_cpu import prompt_attention
 
@@ -92,18 +100,27 @@ def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
     return torch.from_numpy(table.numpy()[ids])
 
 
+def rms_norm_few(x: ndarray, weight: Tensor, eps: float) -> ndarray:
+    """x [..., N] divided by its root mean square, times weight [N]."""
+    squares = np.add.reduce(x * x, axis=-1, keepdims=True)
+    normed: ndarray = x * (squares / x.shape[-1] + eps) ** -0.5
+    normed *= weight.numpy()
+    return normed
+
+
 def add_norm(
     residual: Tensor, update: Tensor | None, norm: Norm, eps: float
 ) -> tuple[Tensor, Tensor]:
-    if residual.shape[0] > FEW or not isinstance(norm, Tensor):
+    if residual.shape[0] > FEW or isinstance(norm, LayerNorm):
         return ops.add_norm(residual, update, norm, eps)
     x = residual.numpy()
+    weight = norm.weight if isinstance(norm, SandwichNorm) else norm
     if update is not None:
-        x += update.numpy()
-    squares = np.add.reduce(x * x, axis=1, keepdims=True)
-    normed = x * (squares / x.shape[1] + eps) ** -0.5
-    normed *= norm.numpy()
-    return residual, torch.from_numpy(normed)
+        change = update.numpy()
+        if isinstance(norm, SandwichNorm):
+            change = rms_norm_few(change, norm.update, eps)
+        x += change
+    return residual, torch.from_numpy(rms_norm_few(x, weight, eps))
 
 
 def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -128,13 +145,17 @@ def rope_and_cache(
     values: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    if qkv.shape[0] > FEW or attn.q_norm is not None:
+    if qkv.shape[0] > FEW:
         return ops.rope_and_cache(qkv, attn, positions, keys, values, slots)
     kv_heads, dim = keys.shape[2:]
     x = qkv.numpy()
     if attn.qkv_bias is not None:
         x += attn.qkv_bias.numpy()
     x = x.reshape(len(x), -1, dim)  # [T, H + 2K, D]
+    if attn.q_norm is not None and attn.k_norm is not None:
+        q, k = x[:, : -2 * kv_heads], x[:, -2 * kv_heads : -kv_heads]
+        q[:] = rms_norm_few(q, attn.q_norm, attn.eps)
+        k[:] = rms_norm_few(k, attn.k_norm, attn.eps)
     where = positions.numpy()
     rotate_few(x[:, :-kv_heads], attn.cos.numpy()[where], attn.sin.numpy()[where])
     indices, rows = slots.numpy(), x
