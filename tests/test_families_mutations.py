@@ -187,7 +187,7 @@ MISTAKES = {
             build.plain_norm, GAMMA, "weight + config.norm_offset"
         ),
         "embedding not scaled": Mutation(
-            build.embed_transform, "else x * scale", "else x"
+            build.embed_transform, "else x.to(dtype) * scale", "else x.to(dtype)"
         ),
         "its scale in bfloat16": Mutation(
             build.embed_transform, "dtype=dtype", "dtype=torch.bfloat16"
@@ -259,7 +259,7 @@ MISTAKES = {
             other_families.layer_norm, "weight, bias, eps", "weight, None, eps"
         ),
         "positions dropped": Mutation(
-            build.embed_transform, "x + table[positions]", "x"
+            build.embed_transform, "x.to(dtype) + table[positions]", "x.to(dtype)"
         ),
         "positions from 2 on": Mutation(
             build.embed_transform, "table[positions]", "table[positions + 2]"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from simplellm.checkpoint import float16
 from simplellm.checkpoint.float16 import FEW, Float16, has_float16_product
 
 pytestmark = pytest.mark.skipif(
@@ -35,3 +36,16 @@ def test_rows_have_the_same_bits_in_any_company() -> None:
     every = packed.product(x)
     for count in range(1, FEW + 1):
         assert torch.equal(packed.product(x[:count]), every[:count])
+
+
+@pytest.mark.parametrize("part", [1, 96, 1000])
+def test_a_large_weight_is_packed_in_parts(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias, x = numbers(65, 96), numbers(1, 65)[0], numbers(5, 96)
+    whole = Float16.of(weight)
+    monkeypatch.setattr(float16, "PART", part)
+    parts = Float16.of(weight)
+    assert len(parts.packed) > len(whole.packed) == 1
+    assert torch.equal(parts.dequantize(), whole.dequantize())
+    assert torch.equal(parts.product(x, bias), whole.product(x, bias))

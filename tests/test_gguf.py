@@ -874,7 +874,7 @@ def test_without_the_library_most_numbers_load(
     kinds = iter(10 * [*MIDDLES])
     path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
     write_gguf(path, tmp_path, lambda name, tensor: next(kinds))
-    write_gguf(other, tmp_path, lambda name, tensor: "Q6_K")
+    write_gguf(other, tmp_path, lambda name, tensor: "TQ2_0")
     find = importlib.util.find_spec
     monkeypatch.setattr(
         "simplellm.checkpoint.gguf.source.find_spec",

@@ -5,6 +5,8 @@ On x86 with AVX2, PyTorch has it.
 """
 
 import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 FEW = 64  # rows, up to which all of them are summed alike
+# Numbers that are packed at once, column by column: their rows should stay in a cache.
+PART = 2**24
 MAX_FLOAT16 = torch.finfo(torch.float16).max
 
 
@@ -49,6 +53,11 @@ def fits(weight: Tensor) -> bool:
     return all(-MAX_FLOAT16 <= float(end) <= MAX_FLOAT16 for end in weight.aminmax())
 
 
+def pack(weight: Tensor) -> Any:
+    """``weight`` [out, in] as FBGEMM reads it. It changes float32 that does not fit."""
+    return torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+
+
 @dataclass(frozen=True, eq=False)
 class Float16:
     """A weight [out, in], each number rounded to the nearest one of float16.
@@ -56,15 +65,18 @@ class Float16:
     What does not fit has been replaced by the largest number, NaN by the least.
     """
 
-    packed: Any  # as FBGEMM reads it
+    packed: Sequence[Any]  # some rows each, as FBGEMM reads them
     shape: tuple[int, int]
 
     @classmethod
     def of(cls, weight: Tensor) -> "Float16":
-        """Round ``weight``, float32 [out, in]."""
+        """Round ``weight``, floats [out, in]."""
         rows, columns = weight.shape
-        packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
-        return cls(packed, (rows, columns))
+        parts = weight.split(max(1, PART // columns))
+        if len(parts) == 1:
+            return cls([pack(weight)], (rows, columns))
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            return cls([*pool.map(pack, parts)], (rows, columns))
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +85,8 @@ class Float16:
 
     def dequantize(self) -> Tensor:
         """The numbers, float32 [out, in]."""
-        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self.packed)[0]
-        return weight.float()
+        unpack = torch.ops.quantized.linear_unpack_fp16
+        return torch.cat([unpack(part)[0].float() for part in self.packed])
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] times the weight, transposed, plus ``bias`` [out], in x's dtype.
@@ -82,9 +94,12 @@ class Float16:
         A row's numbers do not depend on the other rows, of which there may be FEW.
         """
         rows, many = len(x), x.float()
+        product = torch.ops.quantized.linear_dynamic_fp16
         if rows <= FEW and (more := even_counts()[rows] - rows):
             many = functional.pad(many, (0, 0, 0, more))
-        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(many, self.packed)[:rows]
+        parts = [product(many, part) for part in self.packed]
+        y: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        y = y[:rows]
         if bias is not None:
             y += bias.float()
         return y.to(x.dtype)

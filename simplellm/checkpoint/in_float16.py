@@ -95,5 +95,5 @@ def in_float16(weight: Tensor) -> Tensor | Float16 | PackedExperts:
     if not fits(weight):
         return weight
     if weight.ndim == 2:
-        return Float16.of(weight.float())
-    return PackedExperts([Float16.of(one.float()) for one in weight])
+        return Float16.of(weight)
+    return PackedExperts([Float16.of(one) for one in weight])

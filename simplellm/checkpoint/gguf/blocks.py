@@ -1,6 +1,6 @@
-"""Blocks of 32 values that share a scale: ggml's types of 4, 5 and 8 bits, but MXFP4.
+"""Blocks of values that share a scale: ggml's types of 4, 5, 6 and 8 bits, but MXFP4.
 
-N rows of C columns, G = C / 32 blocks a row.
+Of 32 values, in Q6_K of 16. N rows of C columns, G blocks a row.
 """
 
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from simplellm.base.config import BLOCK
 
-# What the values of a type are around: of 4, 5 and 8 bits.
+# What the values of a type are around: half of as many as there are.
 MIDDLES = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), 8)
 MIDDLES |= dict.fromkeys(("Q5_0", "Q5_1", "Q5_K"), 16)
-MIDDLES |= {"Q8_0": 128}
+MIDDLES |= {"Q6_K": 32, "Q8_0": 128}
 
 
 class Blocks(NamedTuple):
@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
     Where ``least`` is None, (value - middle) * scale.
     """
 
-    values: Tensor  # uint8 [N, C], below twice the middle
+    values: Tensor  # uint8 [N, C]
     scales: Tensor  # float32 [N, G]
     least: Tensor | None
     middle: int
@@ -36,10 +36,13 @@ class Blocks(NamedTuple):
 
     def numbers(self) -> Tensor:
         """float32 [N, C]."""
-        values = self.values.float().unflatten(-1, (-1, BLOCK))
+        values = self.values.float().unflatten(-1, (self.scales.shape[-1], -1))
         if self.least is None:
-            return ((values - self.middle) * self.scales[..., None]).flatten(-2)
-        return (values * self.scales[..., None] + self.least[..., None]).flatten(-2)
+            values -= self.middle
+        values *= self.scales[..., None]
+        if self.least is not None:
+            values += self.least[..., None]
+        return values.flatten(-2)
 
 
 def float16_at(blocks: Tensor, start: int) -> Tensor:
@@ -60,6 +63,8 @@ def bits(packed: Tensor) -> Tensor:
 
 def read_blocks(rows: Tensor, kind: str) -> Blocks:
     """The blocks of uint8 ``rows`` [N, bytes] of one of the types of `MIDDLES`."""
+    if kind == "Q6_K":
+        return read_6k(rows)
     read = read_k if kind.endswith("_K") else read_legacy
     return read(rows, kind, MIDDLES[kind])
 
@@ -82,7 +87,7 @@ def read_legacy(rows: Tensor, kind: str, middle: int) -> Blocks:
 
 
 def read_k(rows: Tensor, kind: str, middle: int) -> Blocks:
-    """Of K-quants: 8 blocks share two float16 numbers.
+    """Of Q4_K and Q5_K: 8 blocks share two float16 numbers.
 
     Each block has two numbers of 6 bits to multiply them with, packed into 12 bytes.
     """
@@ -100,3 +105,19 @@ def read_k(rows: Tensor, kind: str, middle: int) -> Blocks:
         values += bits(body[..., :BLOCK]) << 4
     scales, leasts = scale[..., None] * scales, least[..., None] * leasts
     return Blocks(values.flatten(1), scales.flatten(1), -leasts.flatten(1), middle)
+
+
+def read_6k(rows: Tensor) -> Blocks:
+    """Of Q6_K: 16 blocks share a float16 number, which their scales of 8 bits multiply.
+
+    Of each 128 values, lower halves of 64 bytes have the first 64 lower 4 bits; then,
+    32 bytes have all upper 2 bits, those of the first 32 values lowest.
+    """
+    blocks = rows.unflatten(-1, (-1, 210))  # [N, B, bytes]
+    low, high = blocks[..., :128], blocks[..., 128:192]
+    low, high = low.unflatten(-1, (2, 64)), high.unflatten(-1, (2, 1, 32))
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    values = nibbles(low) | ((high >> shifts & 3) << 4).flatten(-2)  # [N, B, 2, 128]
+    scales = blocks[..., 192:208].contiguous().view(torch.int8)  # [N, B, 16]
+    scales = scales * float16_at(blocks, 208)[..., None]
+    return Blocks(values.flatten(1), scales.flatten(1), None, MIDDLES["Q6_K"])

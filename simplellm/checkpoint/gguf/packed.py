@@ -21,6 +21,7 @@ from simplellm.checkpoint.names import tensor_shapes
 
 INT4 = replace(KEPT["Q8_0"], name="int4", dtype="int4")
 ADDENDS = {kind: 1 if middle == 8 else 2 for kind, middle in MIDDLES.items()}
+del ADDENDS["Q6_K"]  # whose blocks are smaller
 MAX_DEQUANTIZED = 2**30  # bytes of all numbers in float16, up to which they are kept
 
 

@@ -101,8 +101,7 @@ class GGUFCheckpoint:
         rows = as_array(self.container.data[tensor.file], tensor)
         form = self._packed.get(ours)
         if form and form.dtype == "float16":
-            dtype = torch.float16 if ours == TABLE else torch.float32
-            return dequantize_rows(rows, tensor, dtype)
+            return dequantize_rows(rows, tensor, torch.float16)
         if form:
             return torch.from_numpy(rows)
         if ours in self.config.formats:
