@@ -38,6 +38,18 @@ def test_rows_have_the_same_bits_in_any_company() -> None:
         assert torch.equal(packed.product(x[:count]), every[:count])
 
 
+def test_rows_of_zeros_behind_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where FBGEMM sums the last rows of some counts otherwise."""
+    packed, x = Float16.of(numbers(80, 96)), numbers(FEW, 96)
+    whole = packed.product(x)
+    fours = tuple(-(-count // 4) * 4 for count in range(FEW + 1))
+    monkeypatch.setattr(float16, "even_counts", lambda: fours)
+    for count in range(1, FEW + 1):
+        found = packed.product(x[:count])
+        assert found.shape == (count, 80)
+        torch.testing.assert_close(found, whole[:count])
+
+
 @pytest.mark.parametrize("part", [1, 96, 1000])
 def test_a_large_weight_is_packed_in_parts(
     part: int, monkeypatch: pytest.MonkeyPatch

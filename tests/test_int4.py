@@ -33,6 +33,7 @@ from simplellm.checkpoint.int4 import (
     has_int4_product,
 )
 from simplellm.checkpoint.scaled import Scaled
+from simplellm.model.feed_forward import linear
 from simplellm.model.layers import Experts
 from simplellm.model.memory import Need
 from simplellm.model.model import Model
@@ -235,6 +236,31 @@ def test_a_damaged_file_is_noticed(
     assert "NaN or infinity in 1 of the weights" in caplog.text
     assert "layers.1.mlp.down.weight" in caplog.text
     assert not model.logits(IDS[:4].tolist()).isfinite().all()
+
+
+@pytest.mark.parametrize("stored", ["Q4_0", "Q5_0", "Q6_K"])
+def test_what_float16_lacks_becomes_float32(
+    stored: str, packing: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or stays in 4 bits, without the numbers that are kept for many tokens."""
+    written = Written("dense", tmp_path, STORED[stored])
+    source = GGUFCheckpoint(written.path)
+    tensor = source.container.tensors["blk.1.ffn_down.weight"]
+    data = bytearray(written.path.read_bytes())
+    at = tensor.offset + (208 if stored == "Q6_K" else 0)  # a scale
+    data[at : at + 2] = np.float16(60000).tobytes()
+    written.path.write_bytes(data)
+    source, model = packed_model(written)
+    down = model.layers[1].mlp.down
+    if stored == "Q4_0":
+        assert isinstance(down, Int4) and down.dequantized is None
+    else:
+        assert isinstance(down, Tensor) and down.abs().max() > 65504
+    exact: Any = GGUFCheckpoint(source.path)["layers.1.mlp.down.weight"]
+    for count in (MAX_PACKED_TOKENS, MAX_PACKED_TOKENS + 1):
+        x = as_bfloat16(inputs(count, 256))
+        assert worst(linear(x, down), linear(x, exact)) < 2e-2
+    assert not caplog.text
 
 
 def test_what_is_packed(packing: None, tmp_path: Path) -> None:

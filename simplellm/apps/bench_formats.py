@@ -23,6 +23,7 @@ from simplellm.base.config import BLOCK, EngineConfig, ModelConfig
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.folder import EMBEDDED, path_of
 from simplellm.checkpoint.formats import NumberFormat, is_matrix
+from simplellm.checkpoint.in_float16 import InFloat16
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
 from simplellm.checkpoint.scaled import Scaled
@@ -117,9 +118,10 @@ def measure_formats(
     target = find_device(device)
     dtype = find_dtype(None, target)
     config = EngineConfig(max_num_seqs=32).resolved(target.type)
+    packed = takes_packed(config, None, target)
     source, stored = (
-        open_weights(model, dtype, target, random_weights, None, packed)
-        for packed in (False, takes_packed(config, None, target))
+        open_weights(model, dtype, target, random_weights, None, way)
+        for way in (False, packed)
     )
     input_processor = InputProcessor.open(path_of(model), source.config)
     load = os.getloadavg()[0]
@@ -129,6 +131,7 @@ def measure_formats(
         if form and not any(rounded_weights(source.config, form)):
             continue
         one: Any = RoundedCheckpoint(source, form) if form else stored
+        one = InFloat16(one) if form and packed else one  # as it is once it's written
         size = weight_bytes(one.config, dtype.itemsize)
         engine, how, seconds = load_engine(one, config, dtype, target)
         limited = replace(input_processor, max_model_len=engine.max_model_len)

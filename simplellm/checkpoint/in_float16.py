@@ -47,7 +47,7 @@ class InFloat16:
     """A `Source` whose matrices become a `CPUWeight`, if they are large.
 
     That is those that would become float32 and are stored in less. Of bfloat16's
-    numbers, float16 has those below 2^-14 rounded, by 2^-25 at most, and none above
+    numbers, float16 has those below 2^-17 rounded, by 2^-25 at most, and none above
     65,504. A matrix with one of these, or with NaN, is left as it is.
     """
 

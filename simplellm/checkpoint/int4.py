@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from simplellm.checkpoint.float16 import Float16
+from simplellm.checkpoint.float16 import Float16, fits
 
 GROUP_SIZE = 32
 ROWS = 16  # a weight has a multiple of so many
@@ -71,8 +71,8 @@ class Int4:
         """Pack the sum of ``codes``, which must fit: see ROWS, GROUP_SIZE."""
         kept = None
         if keep_dequantized:
-            every = torch.stack([part.dequantize() for part in codes])
-            kept = Float16.of(every.sum(0))
+            whole = torch.stack([part.dequantize() for part in codes]).sum(0)
+            kept = Float16.of(whole) if fits(whole) else None
         rows, columns = codes[0].values.shape
         return cls([part.packed() for part in codes], kept, (rows, columns))
 
@@ -90,8 +90,8 @@ class Int4:
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] times the weight, transposed, plus ``bias`` [out], in x's dtype.
 
-        A row's numbers do not depend on the other rows, unless these are more than a
-        `Float16` sums alike: then the order is another one before they are rounded.
+        A row's numbers depend on the other rows only where the weight's own are kept:
+        more than MAX_PACKED_TOKENS rows are multiplied with these, in float16.
         """
         rounded = x.bfloat16()
         if self.dequantized is not None and len(x) > MAX_PACKED_TOKENS:

@@ -1,9 +1,9 @@
 """The operations for small models on a CPU: NumPy for few tokens, PyTorch for more.
 
 Most of a decode is so small that a call costs more than its numbers, and a call of
-NumPy costs less. Experts are unpacked to float32 at load. Tensors and arrays share
-their memory; everything is float32. The functions do what those of `ops` do, and
-promise as little about the order of sums.
+NumPy costs less. Experts in MXFP4 are unpacked to float32 at load. Tensors and arrays
+share their memory; all is float32 but weights that PyTorch multiplies. The functions do
+what those of `ops` do, and promise as little about the order of sums.
 
 T tokens, H query heads, K kv heads, G = H / K heads a group, D head_dim, S positions, E
 experts, k experts a token, I intermediate size.
@@ -47,12 +47,11 @@ UNPACKED_BYTES = 2**30  # of experts in float32, up to which a model is small
 
 def is_small(config: ModelConfig) -> bool:
     """Whether what is packed of a model, its experts, may be unpacked to float32."""
-    unpacked = sum(
-        math.prod(shape)
-        for ours, shape in tensor_shapes(config).items()
-        if is_expert_weight(ours)
-        or (ours in config.formats and config.formats[ours].is_mxfp4)
-    )
+    unpacked, forms = 0, config.formats
+    for ours, shape in tensor_shapes(config).items():
+        form = forms.get(ours)
+        if form.is_mxfp4 if form else is_expert_weight(ours):
+            unpacked += math.prod(shape)
     return 4 * unpacked <= UNPACKED_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Blocks of values that share a scale: ggml's types of 4, 5, 6 and 8 bits, but MXFP4.
+"""Blocks of equally spaced values that share a scale: Q4_0 to Q8_0, Q4_K to Q6_K.
 
 Of 32 values, in Q6_K of 16. N rows of C columns, G blocks a row.
 """

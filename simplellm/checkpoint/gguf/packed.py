@@ -20,8 +20,8 @@ from simplellm.checkpoint.int4 import ROWS, Codes, Int4
 from simplellm.checkpoint.names import tensor_shapes
 
 INT4 = replace(KEPT["Q8_0"], name="int4", dtype="int4")
-ADDENDS = {kind: 1 if middle == 8 else 2 for kind, middle in MIDDLES.items()}
-del ADDENDS["Q6_K"]  # whose blocks are smaller
+# Of 4 bits each; the product has no scales for Q6_K's small blocks.
+ADDENDS = {kind: 1 + (n > 8) for kind, n in MIDDLES.items() if kind != "Q6_K"}
 MAX_DEQUANTIZED = 2**30  # bytes of all numbers in float16, up to which they are kept
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from simplellm.base.config import CheckpointError, expect, reraise_as
 from simplellm.checkpoint.cpu_weights import PackedExperts
+from simplellm.checkpoint.float16 import fits
 from simplellm.checkpoint.gguf.blocks import MIDDLES
 from simplellm.checkpoint.gguf.container import open_container
 from simplellm.checkpoint.gguf.metadata import (
@@ -43,7 +44,7 @@ class GGUFCheckpoint:
     Opening reads the headers and checks all that they can tell; numbers stay in the
     file until a tensor is touched. Those of other types than ordinary ones and `KEPT`
     (or `KEPT_ON_GPU`, by ``device``) become ``dtype`` then. With ``packed``, quantized
-    ones become a `CPUWeight`. Raises CheckpointError or ConfigError.
+    ones become a `CPUWeight` where that can be. Raises CheckpointError or ConfigError.
     """
 
     mapped = False  # all experts are rearranged
@@ -101,7 +102,8 @@ class GGUFCheckpoint:
         rows = as_array(self.container.data[tensor.file], tensor)
         form = self._packed.get(ours)
         if form and form.dtype == "float16":
-            return dequantize_rows(rows, tensor, torch.float16)
+            half = dequantize_rows(rows, tensor, torch.float16)
+            return half if fits(half) else dequantize_rows(rows, tensor, self.dtype)
         if form:
             return torch.from_numpy(rows)
         if ours in self.config.formats:
