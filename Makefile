@@ -89,6 +89,7 @@ test-cluster: $(STAMP)
 # PyTorch sees the processor itself, not this limit, and would use them.)
 test-bits: export OPENBLAS_CORETYPE = Haswell
 test-bits: export ATEN_CPU_CAPABILITY = avx2
+test-bits: export FBGEMM_ENABLE_INSTRUCTIONS = AVX2
 test-bits: export MKL_ENABLE_INSTRUCTIONS = AVX2
 test-bits: export ONEDNN_MAX_CPU_ISA = AVX2_VNNI
 test-bits: override OPTIONS += -m bits
