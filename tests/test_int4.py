@@ -217,6 +217,15 @@ def test_experts_are_those_of_the_file(
     assert model.logits(IDS.tolist()).isfinite().all()
 
 
+def write_scale(path: Path, stored: str, scale: float) -> None:
+    """Replace a scale of blk.1.ffn_down.weight in a GGUF file of one type."""
+    tensor = GGUFCheckpoint(path).container.tensors["blk.1.ffn_down.weight"]
+    data = bytearray(path.read_bytes())
+    at = tensor.offset + (208 if stored == "Q6_K" else 0)
+    data[at : at + 2] = np.float16(scale).tobytes()
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize("stored", [*KINDS, "Q6_K"])
 def test_a_damaged_file_is_noticed(
     stored: str,
@@ -226,12 +235,7 @@ def test_a_damaged_file_is_noticed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     written = Written("dense", tmp_path, STORED[stored])
-    source = GGUFCheckpoint(written.path)
-    tensor = source.container.tensors["blk.1.ffn_down.weight"]
-    data = bytearray(written.path.read_bytes())
-    at = tensor.offset + (208 if stored == "Q6_K" else 0)  # a scale
-    data[at : at + 2] = np.float16(np.nan).tobytes()
-    written.path.write_bytes(data)
+    write_scale(written.path, stored, np.nan)
     _, model = packed_model(written)
     assert "NaN or infinity in 1 of the weights" in caplog.text
     assert "layers.1.mlp.down.weight" in caplog.text
@@ -244,12 +248,7 @@ def test_what_float16_lacks_becomes_float32(
 ) -> None:
     """Or stays in 4 bits, without the numbers that are kept for many tokens."""
     written = Written("dense", tmp_path, STORED[stored])
-    source = GGUFCheckpoint(written.path)
-    tensor = source.container.tensors["blk.1.ffn_down.weight"]
-    data = bytearray(written.path.read_bytes())
-    at = tensor.offset + (208 if stored == "Q6_K" else 0)  # a scale
-    data[at : at + 2] = np.float16(60000).tobytes()
-    written.path.write_bytes(data)
+    write_scale(written.path, stored, 60000)
     source, model = packed_model(written)
     down = model.layers[1].mlp.down
     if stored == "Q4_0":

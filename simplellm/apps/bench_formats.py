@@ -22,10 +22,10 @@ from simplellm.apps.report import circumstances
 from simplellm.base.config import BLOCK, EngineConfig, ModelConfig
 from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.folder import EMBEDDED, path_of
-from simplellm.checkpoint.formats import NumberFormat, is_matrix
-from simplellm.checkpoint.in_float16 import InFloat16
+from simplellm.checkpoint.formats import NumberFormat
+from simplellm.checkpoint.in_float16 import InFloat16, product_weights
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
-from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
+from simplellm.checkpoint.names import tensor_shapes
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import encode_weight
@@ -66,10 +66,9 @@ class RoundedCheckpoint:
 def rounded_weights(config: ModelConfig, form: NumberFormat) -> Iterator[str]:
     """The weights that are rounded; rows that MXFP4's blocks do not fill are not."""
     shapes = tensor_shapes(config)
-    for ours, name in tensor_names(config).items():
-        matrix = is_expert_weight(ours) or is_matrix(name)
+    for ours in product_weights(config):
         fits = not form.is_mxfp4 or shapes[ours][-1] % BLOCK == 0
-        if ours.startswith("layers.") and matrix and fits:
+        if ours.startswith("layers.") and fits:
             yield ours
 
 

@@ -41,7 +41,7 @@ def even_counts() -> tuple[int, ...]:
     """
     chance = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 64, generator=chance) for rows in (FEW + 2, 48))
-    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    packed = pack(weight)
     product = torch.ops.quantized.linear_dynamic_fp16
     alike = torch.cat([product(three, packed) for three in x.split(3)])
     even = [n for n in range(len(x)) if product(x[:n], packed).equal(alike[:n])]

@@ -65,7 +65,7 @@ class InFloat16:
             self._stored = {}
         kept = [*self._stored]
         if kept and all(info.dtype in SIXTEEN for info in source.stored(TABLE)):
-            kept.append(TABLE)  # looked up, not product_weights: numbers of any 16 bits
+            kept.append(TABLE)  # looked up, not multiplied: any 16 bits will do
         formats = {**formats, **dict.fromkeys(kept, FLOAT16)}
         self.config: ModelConfig = replace(source.config, formats=formats)
 

@@ -55,7 +55,8 @@ def packed_format(kinds: set[str], rows: int, keep: bool) -> NumberFormat:
 
     Of several addends that is all that's kept then, since it's the faster one.
     """
-    addends = max(ADDENDS.get(kind, 0) for kind in kinds) if len(kinds) == 1 else 0
+    kind, *others = kinds
+    addends = 0 if others else ADDENDS.get(kind, 0)
     if addends == 0 or rows % ROWS or (keep and addends > 1):
         return FLOAT16
     return replace(INT4, addends=addends, keep_dequantized=keep)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import BLOCK
-from simplellm.checkpoint.gguf.blocks import MIDDLES, float16_at, read_blocks
+from simplellm.checkpoint.gguf.blocks import MIDDLES, float16_at, nibbles, read_blocks
 from simplellm.checkpoint.gguf.container import TYPES
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.names import TensorInfo
@@ -40,8 +40,7 @@ def mxfp4_of(rows: Tensor) -> MXFP4:
     and j + 16, in its low and its high half. Here neighbors share a byte.
     """
     blocks = rows.unflatten(-1, (-1, 1 + BLOCK // 2))  # [..., G, 17]
-    packed = blocks[..., 1:]
-    codes = torch.cat([packed & 15, packed >> 4], -1)  # [..., G, 32]
+    codes = nibbles(blocks[..., 1:])  # [..., G, 32]
     return MXFP4(
         codes[..., 0::2] | (codes[..., 1::2] << 4), blocks[..., 0].contiguous()
     )
